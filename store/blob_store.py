@@ -15,10 +15,11 @@ class Blob:
     """One block to store.
 
     The caller keeps ownership of *raw* (format B, contiguous) and must not change it during the call. *digest* is
-    `record.digest` of the raw bytes, computed when they were produced. So a read detects damage done to the bytes
-    between then and the write to disk. *parent* is the key of the preceding block of the chain, or b"" if there is none
-    or if eviction order does not matter. A block is evicted before its parent. *tenant* (8 bytes, the same for a block
-    and its parent, or b"") is the tenant whose quota the block counts against.
+    `record.digest` of the raw bytes, computed when they were produced, so that a read also detects damage that the
+    bytes suffered before they were written. *parent* is the key of the block before this one in its chain (the blocks
+    of one prompt, in order), or b"" if there is none or if eviction order does not matter. A block is evicted before
+    its parent. *tenant* is the tenant whose quota the block counts against (8 bytes), or b"" for none. A block and its
+    parent have the same tenant.
     """
 
     key: bytes
@@ -42,7 +43,7 @@ class Evicted(NamedTuple):
     """Result of `Records.evict`."""
 
     keys: list[bytes]
-    num_bytes: int  # charged bytes, as in `stored_bytes`
+    num_bytes: int  # that the evicted records counted against the capacity (`seal.charged_bytes`)
 
 
 class StoreFull(OSError):
@@ -83,10 +84,11 @@ class Records(Protocol):
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs*, the last one as the newest, and return the keys evicted to make room.
 
-        Of one call, the first blob is evicted first, so pass the tail of a prefix first. A key that already has a
-        record is only touched. A call stores all blobs or none, except that a call of more than `data_file.part_bytes`
-        is split into parts of that size. After an OSError use `contains` to find out what was stored. Raises ValueError
-        and stores nothing if a single blob exceeds the capacity.
+        The oldest records are evicted first, so pass the last block of a prefix first. A key that already has a record
+        is only touched (see `touch`). A call stores all blobs or none. But a call of more than `data_file.part_bytes`
+        is split into parts of at most that size, and each part is stored completely or not at all. After an OSError use
+        `contains` to find out what was stored. Raises ValueError and stores nothing if a single blob exceeds the
+        capacity.
         """
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -97,13 +99,16 @@ class Records(Protocol):
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the records of *keys*, so that eviction skips each once. Keys without a record are ignored."""
+        """Mark the records of *keys* as recently used, so that eviction skips each record once.
+
+        Keys without a record are ignored.
+        """
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete the records of *keys* and return how many there were. Records of their child blocks stay."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        """Evict records of *tenant* (b"": of all) in eviction order until *num_bytes* fewer are stored.
+        """Evict records of *tenant* (b"": of all tenants), the oldest first, until *num_bytes* fewer are stored.
 
         Evicts at most *limit* records, so call again for the rest. Returns no keys only if no records are left. These
         evictions are not counted in the statistics.
@@ -118,11 +123,12 @@ class Records(Protocol):
 class BlobStore(Records, Protocol):
     """A local store of blocks. A read returns exactly the bytes that were stored under the key, or a fault.
 
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Eviction is CLOCK: the oldest
-    record is evicted unless it is marked; a marked record loses its mark and becomes the newest. No record is evicted
-    before its children, so the remaining records are prefix-closed. A tenant with a quota never exceeds it: the excess
-    is evicted from its own records, in the same order. All methods are thread-safe: reads run concurrently, changes one
-    after another. An OSError means that the change did not happen. Every call after `close` raises ValueError.
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Eviction follows the CLOCK
+    algorithm. A touch, or a new child, marks a record as recently used. The oldest record is evicted unless it is
+    marked; a marked record loses its mark and becomes the newest. No record is evicted before its children, so eviction
+    leaves no gap in a prefix. A tenant with a quota never exceeds it: the excess is evicted from its own records, in
+    the same order. All methods are thread-safe: reads run concurrently, changes one after another. An OSError means
+    that the change did not happen. Every call after `close` raises ValueError.
     """
 
     def contains(self, key: bytes) -> bool:

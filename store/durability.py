@@ -11,8 +11,9 @@ class Durability(StrEnum):
     PROCESS   Every completed change survives kill -9: LMDB writes through a mapped file (`writemap`, 1.2 to 1.8 times
               the speed of pwrite) and never syncs, so the kernel holds the pages. After a machine crash the file may be
               damaged anywhere, so the store starts empty and logs why.
-    INTERVAL  As PROCESS, plus a checkpoint every few seconds: the file is synced and its root is saved
-              (`checkpoint.py`). After a machine crash the store is restored to the last checkpoint.
+    INTERVAL  As PROCESS, plus a checkpoint every few seconds: the file is synced, and a copy of its root (the two pages
+              that lead to all others) is saved (`checkpoint.py`). After a machine crash the store is restored to the
+              last checkpoint.
     COMMIT    Every completed change survives a machine crash: LMDB writes and syncs before the change returns. It does
               not use `writemap`, which would sync page by page and is slower here.
     """

@@ -78,14 +78,14 @@ def open_private(path: "Path | str", flags: int) -> int:
     """Open a file of this user and return its descriptor. Serves as an *opener* for `open`.
 
     With O_CREAT in *flags* a missing file is created with access for its owner only. Raises PermissionError unless the
-    file at *path* is a regular file of this user with a single name. Writing through a symbolic or hard link would
-    change another file.
+    file at *path* is a regular file of this user without further hard links, because writing through a symbolic or hard
+    link would change another file.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
         os.close(file)
-        why = "is not a regular file of this user with a single name; remove it"
+        why = "is not a regular file of this user, or it has several hard links; remove it"
         raise PermissionError(errno.EPERM, why, str(path))
     return file
 

@@ -27,7 +27,10 @@ class StoredRecord:
 
 
 class MemoryStore:
-    """A `BlobStore` in memory. It charges blocks as `LmdbStore` does, so both evict the same ones."""
+    """A `BlobStore` in memory.
+
+    It counts as many bytes of each block against the capacity as `LmdbStore` does, so both evict the same blocks.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class MemoryStore:
         self.rows: OrderedDict[bytes, StoredRecord] = (
             OrderedDict()
         )  # by key, oldest first; public because tests damage records
-        self._marked: set[bytes] = set()
+        self._marked: set[bytes] = set()  # keys of recently used records, which eviction skips once
         self._stored_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
@@ -128,7 +131,7 @@ class MemoryStore:
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
             for tenant, quota in self._quotas.items():
                 assert self._tenants[tenant] <= quota, f"a tenant has {self._tenants[tenant]} bytes of {quota}"
-            assert self._marked <= self.rows.keys(), "a mark without a record"
+            assert self._marked <= self.rows.keys(), "a key is marked but has no record"
             places = {key: place for place, key in enumerate(self.rows)}
             for key, row in self.rows.items():
                 is_safe = row.parent not in places or row.parent in self._marked or places[row.parent] > places[key]
@@ -192,9 +195,9 @@ class MemoryStore:
     def _turn(
         self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, limit: int | None = None
     ) -> list[bytes]:
-        """Evict records of *tenant* (None: of all) by CLOCK until *stored_bytes* is at most *limit_bytes*.
+        """Evict records of *tenant* (None: of all tenants) by CLOCK until *stored_bytes* is at most *limit_bytes*.
 
-        Evicts at most *limit* records.
+        Evicts at most *limit* records. None means no limit.
         """
         evicted: list[bytes] = []
         while stored_bytes() > max(0, limit_bytes) and (limit is None or len(evicted) < limit):

@@ -8,7 +8,8 @@ from pathlib import Path
 from kvtier.store.folder import Folder, open_private
 
 LOCK_FILE = "owner.lock"
-# How long to wait for a lock whose owner has ended: the store's process that it had started may still be writing.
+# How long to wait for the lock of an owner that has ended, because the store's process that the owner started may still
+# hold the lock and be writing.
 _PATIENCE_S = 10.0
 
 
@@ -19,9 +20,9 @@ class FolderInUse(OSError):
 class OwnerLock:
     """A lock on `owner.lock` in *folder*, held until `release` or the end of the process.
 
-    The lock is a `flock`, so kill -9 releases it and a file left behind locks nothing. The file contains the pid of the
-    *owner*, the engine's process, for which the store's process may hold the lock. Raises FolderInUse if another live
-    owner holds the lock.
+    The lock is a `flock`, so kill -9 releases it and a file left behind locks nothing. The file contains the pid
+    *owner* (None: this process). A store's process holds the lock for the engine's process, so it passes the engine's
+    pid. Raises FolderInUse if another live owner holds the lock.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:

@@ -12,7 +12,7 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class PrivateFile:
-    """Content of a file, and *exposure*: why the file is not private and what to do about it, or None."""
+    """The content of a file, and *exposure*: why the file is not private and what to do, or None if it is private."""
 
     content: bytes
     exposure: str | None
@@ -35,9 +35,9 @@ def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
 def is_private(found: os.stat_result, user: int, groups: Collection[int]) -> bool:
     """Return whether only the process's *user* and root can use the file with the stat result *found*.
 
-    A file is private if only its owner may use it. It is also private if it is root's, *user* is not root, and one of
-    the process's *groups* may read it and do nothing else. Kubernetes mounts secrets like this, for the group of the
-    pod (`fsGroup`).
+    A file is private if only its owner may use it. A file of root is also private if *user* is not root and the only
+    further permission is that one of the process's *groups* may read it. Kubernetes mounts secrets like this, for the
+    group of the pod (`fsGroup`).
     """
     of_others = stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
     if not of_others:

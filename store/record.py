@@ -64,7 +64,10 @@ def digest(data: "ReadableBuffer") -> bytes:
 
 
 def digest_for_threads(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
-    """Return the `digest` function for *num_threads* threads. Each of several threads releases the GIL for a block."""
+    """Return the digest function to use when *num_threads* threads hash blocks at the same time.
+
+    For several threads it is one that releases the GIL while it hashes a block.
+    """
     return digest if num_threads == 1 else xxhash.xxh3_128_digest
 
 
@@ -112,7 +115,10 @@ class Record(NamedTuple):
 
 
 def _fault_of_start(header: bytes) -> Fault:
-    """Return the fault in a *header* of a wrong length, magic or version. The right length depends on the version."""
+    """Return the fault in a *header* whose length, magic or version is wrong.
+
+    The right length depends on the version, so the length of a header of another version is not judged.
+    """
     if len(header) < len(_START):
         return Fault.TORN
     if not header.startswith(_MAGIC):

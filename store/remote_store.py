@@ -14,8 +14,9 @@ class RemoteUnavailable(OSError):
 class RemoteRecord(NamedTuple):
     """A sealed block. The value stored under *key* is *header* followed by *payload*.
 
-    *parent* is the key of the preceding block of the chain, or b"" for the first block. A store that packs records puts
-    a record next to its parent. The memory of *payload* stays the caller's.
+    *parent* is the key of the block before this one in its chain (the blocks of one prompt, in order), or b"" for the
+    first block. A store that packs several records into one object puts a record next to its parent. The caller keeps
+    ownership of *payload*.
     """
 
     key: bytes
@@ -61,15 +62,15 @@ class RemoteStore(Protocol):
         """Store the records, overwriting existing values, and return for each whether it was stored.
 
         *records* belong to one chain or to several. Those of one chain are in its order, the first block first. False
-        means that the store rejected the record, or that the outcome is unknown, because there is no room or part of
-        the store is unavailable.
+        means that the store rejected the record (for example because it is full), or that the outcome is unknown,
+        because a part of the store is unavailable.
         """
 
     def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether a value exists, without reading it, or None if the request failed.
 
-        Keys of one chain are in its order. With *apart* the keys belong to no chain, so each may exist without those
-        before it.
+        The keys of one chain must be in its order; a store may stop searching a chain after a gap. With *apart* each
+        key is searched for by itself, because the keys belong to no chain.
         """
 
     def forget(self, namespace: bytes) -> None:

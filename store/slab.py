@@ -1,4 +1,4 @@
-"""Slabs: files of slots of one size, which hold the payloads of a store."""
+"""Slabs: the files that hold the payloads of a store. A slab is divided into slots of one size."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Slot(NamedTuple):
-    """Room for one payload in a slab: the *number*-th slot of *num_bytes* (whole pages)."""
+    """Space for one payload: slot *number* (from 0) of the slab whose slots have *num_bytes* (whole pages)."""
 
     num_bytes: int
     number: int
@@ -39,11 +39,11 @@ def slot_bytes(value_bytes: int) -> int:
 
 
 class Slabs:
-    """All slabs of a store's folder, one file per slot size. The index records which slot each record has.
+    """All slabs of a store's folder, one file per slot size. The store's index records which slot each record has.
 
-    Reads may run concurrently with any other call. A read of a slot that is being written returns a mixture of both
-    payloads. Payloads in the page cache are copied from there at memory speed. Other payloads are read past the page
-    cache (O_DIRECT) into the caller's memory if it is aligned, because host memory above the store is their cache.
+    Reads may run concurrently with any other call. A read of a slot that is being written returns a mixture of the old
+    and the new payload. Payloads in the page cache are copied from there at memory speed. Other payloads are read past
+    the page cache (O_DIRECT) if the caller's memory is aligned, because the host tier above the store caches them.
     *written* lists the slots written since it was last cleared.
     """
 
@@ -83,7 +83,10 @@ class Slabs:
             slab.punch(first, len(run))
 
     def cut(self, num_slots: Mapping[int, int]) -> None:
-        """Truncate each file to *num_slots* slots (by slot size). Raises OSError. No read may be in progress there."""
+        """Truncate each file to *num_slots* slots (by slot size). Raises OSError.
+
+        No read of a slot that is cut off may be in progress.
+        """
         for num_bytes, slab in self._slabs.items():
             slab.cut(num_slots.get(num_bytes, 0))
 
@@ -167,7 +170,7 @@ class SlabFile:
         if self.is_cached(start, PAGE_BYTES):  # then the rest probably is cached too
             outs, start = _transfer(self._read_cached, outs, start)
         direct = self._direct
-        # A read that stopped within a page continues through the page cache.
+        # A read that stopped within a page continues through the page cache, because O_DIRECT needs aligned offsets.
         _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
 
     def punch(self, first: int, num_slots: int) -> None:

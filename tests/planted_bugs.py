@@ -4044,8 +4044,8 @@ BUGS = [
     Bug(
         "of two puts that fail together the first has the error",
         "store/lmdb/writer.py",
-        "if len(calls) > 1:  # one may be to blame",
-        "if len(calls) > 2:  # one may be to blame",
+        "if len(calls) > 1:  # the blobs of one call",
+        "if len(calls) > 2:  # the blobs of one call",
         "tests/store/lmdb/test_group_commit.py",
     ),
     Bug(

@@ -1,1 +1,1 @@
-"""Cache policy: which block is in which tier, and what to spill, promote and evict. Moves no bytes itself."""
+"""Cache policy: where each block is, and which to spill (copy down), promote (copy up) or evict. Moves no bytes."""

@@ -45,8 +45,8 @@ class CacheOptions:
     retention_tokens: int | None = None  # see `Retention`
     partial_blocks: bool = True  # whether to reuse the first tokens of a block that match
     by_layers: bool = False  # whether host blocks may be loaded layer by layer (`Promotion.gate`)
-    # Minimum number of blocks at the eviction end that are kept clean: as many as are allocated during one copy. The
-    # default, one prefill chunk's worth, applies until copies have been measured.
+    # Minimum number of blocks next to be evicted that are kept clean (copied to a lower tier). More are kept clean if
+    # more are allocated during one copy. The default is one prefill chunk's worth of blocks.
     min_clean_ahead: int = 32
     # Whether to spill every block soon after it was computed, for other users of the lower tiers, instead of shortly
     # before its slot is needed.
@@ -59,9 +59,9 @@ class TieredCache:
     One thread owns the cache. No method waits for a copy except `wait` and `Drain.flush`. The lifecycle of a request is
     `lookup`, `promote`, `poll` until the promotion is done, `allocate` and `commit` while it computes, and `release`. A
     failed, late or corrupt copy leads to a shorter prefix, never to an exception. The bytes are in *memories*, one for
-    each attention group.
+    each attention group: the layers that share one kind of attention and one block table.
 
-    The life of a block:
+    The life of a block, which is *dirty* until it has been copied to a lower tier, and *clean* from then on:
 
         allocate          commit               release                     slot needed
         blank ----> computing ----> leased, named ----> free, named -------------------> gone, if nothing below has it
@@ -107,7 +107,8 @@ class TieredCache:
         self._transfers = transfers
         self._clock = clock
         self._retention = Retention(self.groups, options.retention_tokens)
-        # At most a quarter of the pool: dirty blocks are skipped within the window, and beyond it the order is strict.
+        # The window is the part of the eviction order, from its front, that is kept clean. Within the window, evictions
+        # skip dirty blocks; beyond it, they follow the order strictly. So it is at most a quarter of the pool.
         limit = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(options.min_clean_ahead, limit, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
@@ -128,7 +129,7 @@ class TieredCache:
         self._is_spilled = all(lower.status.num_slots)
         self._copies_all_down = options.copies_all_down
         self._nothing = [0 for _ in groups]
-        self._demand = self._nothing  # by group, the device blocks that the promotion waiting for room will use
+        self._demand = self._nothing  # by group: number of device slots that the hit given to `make_room` will use
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """Return the longest cached prefix of a prompt of *num_tokens* tokens; see `Lookups.lookup`."""
@@ -138,7 +139,7 @@ class TieredCache:
         """Start spilling the dirty blocks that promoting the hit would evict; return True if there is no need to wait.
 
         Returns True also if waiting would not help. If the result is False, call again after a `poll`. Promoting
-        without this call is allowed, but drops dirty blocks.
+        without this call is allowed, but drops dirty blocks, which have no other copy.
         """
         is_on_device = all((found != ABSENT).all() for found in self._hits.device_slots(hit))
         if not hit.num_tokens or (is_on_device and not self._host_spill.num_dirty):
@@ -149,8 +150,8 @@ class TieredCache:
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
-            # Then the request takes slots to compute in, before a copy that is started now has been processed. The
-            # hit's own blocks may be all the clean ones; once they are leased, no clean block is left.
+            # Right after the promotion, the request takes slots to compute in. A copy that is started then would be too
+            # late for these, and no other clean block may be left once the hit's own blocks are leased.
             soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
             takes = missing or len(resident)
             short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if takes else 0)
@@ -159,14 +160,14 @@ class TieredCache:
         self._promoter.keep_warm(hit)
         self._demand = demand
         self._spill()
-        # A hit on the device does not wait for the disk: other promotions wait for room in host memory.
+        # Writes to disk, which make room in host memory, delay only hits that must be loaded.
         return not self._host_spill.is_making_progress and (is_on_device or not self.lower.status.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
-        """Start to bring the hit's blocks to the device, and lease those that are there. Returns at once.
+        """Lease the hit's blocks that are on the device, and start to load the others. Returns at once.
 
-        The promotion is `done` at once or after some `poll`. After *timeout_s* it ends with the blocks that have
-        arrived.
+        The promotion is `done` at once or after some `poll`. After *timeout_s* (None: no limit) it ends with the blocks
+        that have arrived.
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
         return self._promoter.promote(hit, self._window.num_blocks, deadline)
@@ -222,9 +223,9 @@ class TieredCache:
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
         """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
 
-        *tables* are the request's block tables. If another slot already has a block of the same name, its bytes are
-        equal and the table gets that slot. So each block is cached once, and a prefix is evicted after the blocks that
-        continue it. *boundaries* are the positions where later prompts may resume; see `Retention.kept`.
+        *tables* are the request's block tables. If another slot already holds a block of the same name, the bytes are
+        equal, and the table gets that slot instead. So each block is cached once, and a prefix is evicted after the
+        blocks that continue it. *boundaries* are the positions where later prompts may resume; see `Retention.kept`.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
@@ -243,9 +244,9 @@ class TieredCache:
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Offer a request's last, partial block to later requests, which copy it. Call this before `release`.
 
-        So the next turn of a chat finds all computed tokens while the block is on the device. Partial blocks are not
-        spilled. If a request continues after all of the block's tokens, it offers a longer block at its end, and this
-        one is evicted.
+        So the next turn of a chat finds all computed tokens, as long as the block is on the device. Partial blocks are
+        not spilled. If a later request continues after all of the block's tokens, this block is evicted, because that
+        request will offer a longer one.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -260,7 +261,10 @@ class TieredCache:
             group.commit_tail(table[block_id], name, key, token_ids)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
-        """Release the blocks that no token after *num_tokens* reads (sliding windows, chunks), updating *tables*."""
+        """Release the blocks that no token after the first *num_tokens* reads any more, and clear them in *tables*.
+
+        Only groups that forget have such blocks, for example groups with a sliding window.
+        """
         for group in self._forgetting:
             table = tables[group.id]
             passed = []
@@ -301,7 +305,7 @@ class TieredCache:
         return [max(0, group.pool.num_free) for group in self._group_tiers]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """Return by group how many blocks of the promotion have only a reserved device slot."""
+        """Return by group how many blocks of the promotion have a reserved device slot, but are not in flight yet."""
         return self._promoter.num_to_come(promotion)
 
     @property
@@ -379,7 +383,7 @@ class TieredCache:
         )
 
     def close(self) -> bool:
-        """End the lanes and release the host memory. Call `flush` first to keep all blocks on disk.
+        """End the lanes, whose threads copy, and release the host memory. Call `Drain.flush` first to save all blocks.
 
         Returns False if a copy hangs. Then the memory stays, and the store must not be closed.
         """
@@ -398,7 +402,10 @@ class TieredCache:
             self.lower.hints.spill()
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
-        """Return how many of *num_slots* device slots could not be taken now without dropping dirty blocks."""
+        """Return how many of *num_slots* device slots could not be taken now without dropping dirty blocks.
+
+        The slots *besides* are about to be leased, so they do not count as available.
+        """
         num_slots += group.pool.num_reserved  # promotions take their reserved slots first
         horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks
         return max(0, num_slots - group.slots.num_clean(horizon, besides))

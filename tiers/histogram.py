@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """Counts by bucket, and the sum of all values. The last bucket counts the values above all *bounds*."""
+    """Counts by bucket, and *total*, the sum of all values. The last bucket counts the values above all *bounds*."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

@@ -7,7 +7,10 @@ from kvtier.tiers.lower.statistics import PrefixStatistics
 
 
 class HitRatio:
-    """Hit counts in tokens. The recent ratio covers the last *num_recent* requests, without preempted ones."""
+    """Counts of queried and hit tokens. The recent ratio covers the last *num_recent* requests.
+
+    A request that is admitted again after a preemption is counted separately.
+    """
 
     def __init__(self, num_recent: int = 1000) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=num_recent)

@@ -30,7 +30,7 @@ class Lookups:
         retention: Retention,
         planner: LoadPlanner | None,
     ) -> None:
-        """Answer from *residency*; *planner* says when querying a slow tier is worth its time."""
+        """Answer from *residency*. *planner* decides whether querying a slow tier is worth its time (None: always)."""
         self._attentions = tuple(attentions)
         self._residency = residency
         self._groups = residency.groups
@@ -94,9 +94,10 @@ class Lookups:
         return AllOf(inquiries)
 
     def junction(self, hit: Hit) -> int | None:
-        """Return the length of a prefix, longer than the hit, after which only groups that forget lack blocks, or None.
+        """Return the length of the prompt's junction (see `longest_single`), or None if it has none after the hit.
 
-        Such a prefix was requested a second time, so the forgetting groups' blocks at its end are worth keeping.
+        A junction is a prefix for which only groups that forget (sliding windows, recurrent states) lack blocks. It is
+        requested a second time, so the blocks of these groups at its end are worth keeping.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -111,7 +112,10 @@ class Lookups:
         return num_tokens if num_tokens > hit.num_tokens else None
 
     def where(self, chain: BlockChain) -> list[Tier | None]:
-        """Return for each name the coldest tier from which a group gets its block; None if any group misses it."""
+        """Return for each of the chain's names the tier that has the block; None if it is missing in any group.
+
+        If the blocks of the groups are in different tiers, the result is the coldest of these.
+        """
         result: list[Tier | None] = []
         for place in range(len(chain.names)):
             found = []

@@ -18,11 +18,11 @@ from kvtier.tiers.residency import GroupTiers, Residency
 
 RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
 PART = 48  # blocks looked up per call
-MAX_IN_FLIGHT = 256  # blocks of a pin in flight from disk: many times the batch size of a reader
+MAX_IN_FLIGHT = 256  # blocks of one group of a pin in flight from disk: many batches of a reader
 
 
 class Leases:
-    """The blocks of one group in a pin. A block's fetch either leases the block or is still loading it."""
+    """The blocks of one attention group in a pin. A block's fetch either leases the block or is still loading it."""
 
     def __init__(self, group: GroupTiers, blocks: range) -> None:
         self.group = group
@@ -156,9 +156,10 @@ class Pins:
             self.unpin(pin)
 
     def pump(self) -> None:
-        """Look up some of the missing blocks, of the pins that are due.
+        """Look up up to `PART` missing blocks of the pins whose next lookup is due.
 
-        After a new epoch of the lower tiers, also release the leased blocks that are no longer found, one pin per call.
+        When a new epoch of the lower tiers begins, blocks may have left them unnoticed. Then also release the leased
+        blocks that are no longer found, one pin per call.
         """
         if self._epoch != self._lower.status.epoch:
             self._epoch = self._lower.status.epoch
@@ -170,12 +171,12 @@ class Pins:
             if num_left <= 0:
                 break
             num_left -= self._look(pin, num_left)
-            if pin in self._absent and pin.look_at > now:  # looked through completely: back to the end of the queue
+            if pin in self._absent and pin.look_at > now:  # all were looked up: move the pin to the end
                 del self._absent[pin]
                 self._absent[pin] = None
 
     def _let_go_of_lost(self, pin: Pin) -> None:
-        """Release leases on slots in which the lower tiers no longer find the block, so that memory can be freed."""
+        """Release the leases of blocks that the lower tiers no longer find in the leased slots, to free the memory."""
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
@@ -190,7 +191,7 @@ class Pins:
             self._absent[pin] = None
 
     def _look(self, pin: Pin, limit: int) -> int:
-        """Look up at most *limit* absent blocks of a pin, and return their number, at least 1."""
+        """Look up at most *limit* absent blocks of a pin; return how many were looked up, but at least 1."""
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)
         if len(absent):

@@ -7,7 +7,7 @@ from kvtier.tiers.lower.local_purge import purged
 from kvtier.tiers.lower.purge import Purge, Purged, PurgeOrder
 from kvtier.tiers.naming.tier import Tier
 
-PARTS_S = 0.001  # time limit of a call, so that a step that waits for it is not noticeably longer
+PARTS_S = 0.001  # time limit of a call, so that an engine step that waits for the call is not noticeably longer
 REST_S = 0.02  # pause between two passes, for copies in flight
 GIVE_UP_S = 10.0  # time limit; blocks that are copied or computed again and again then stay
 
@@ -27,7 +27,10 @@ class CachePurge:
         below: Sequence[Purge],
         clock: Callable[[], float],
     ) -> None:
-        """Prepare the purge. *device* and *block_bytes* are by group; *device* is empty if that tier is excluded."""
+        """Prepare the purge of *device* and then of the lower tiers, *below*.
+
+        *device* and *block_bytes* are by attention group; *device* is empty if the device is not to be purged.
+        """
         self._order = order
         self._device = device
         self._block_bytes = block_bytes

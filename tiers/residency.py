@@ -1,6 +1,6 @@
 """Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier.
 
-`GroupTiers` is the part of one attention group.
+`GroupTiers` is the part of one attention group: the layers that share one kind of attention and one block table.
 """
 
 from array import array
@@ -70,7 +70,10 @@ class GroupTiers:
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """Record that *slots* hold blocks of *tenant*, namely those of *chain* from block *start* on if it is given."""
+        """Record that *slots* hold blocks of *tenant*.
+
+        They are the blocks of *chain* from block *start* on; *chain* is None if it is unknown.
+        """
         self.owners.record(slots, tenant)
         if self.partial_matches is not None:
             if chain is not None:
@@ -79,7 +82,10 @@ class GroupTiers:
                 self.partial_matches.forget(slots)
 
     def commit_tail(self, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
-        """Name a block that is not full, of which *token_ids* are computed, unless another slot holds it already."""
+        """Name a block that is not full, of which *token_ids* are computed, unless another slot has the name.
+
+        *key* is the block's `BlockChain.continued_key`, by which later prompts find it.
+        """
         if self.pool.commit([slot], [name]):
             return
         if self.partial_matches is not None:
@@ -145,7 +151,7 @@ class Residency:
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.status.epoch
-        self._marking: Iterator[None] = iter(())  # marks some device blocks without copies below dirty at each step
+        self._marking: Iterator[None] = iter(())  # each step marks some of the device blocks without copies below dirty
 
     @property
     def num_changes(self) -> int:
@@ -155,7 +161,7 @@ class Residency:
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
         """Return the locations of the group's blocks with these names."""
         nowhere = np.full(len(names), NOWHERE, np.int32)
-        # A prompt that was never seen costs one lookup.
+        # Look up the first block alone, so that a prompt that was never seen costs only one lookup.
         is_first_here = not names or group.pool.find(names[0]) is not None
         if not is_first_here and (self.is_cut_off or not len(self.lower.find_run(group.id, names[:1]))):
             return Located(nowhere, nowhere, 0)
@@ -177,16 +183,19 @@ class Residency:
         return TIER_OF.get(place, Tier.HOST)
 
     def miss_reason(self, names: Iterable[BlockName]) -> Reason:
-        """Return the reason why these blocks miss: which tier dropped the last copy, if that is remembered."""
+        """Return which tier evicted the last copy of these blocks, or `NEVER_SEEN` if no eviction is remembered."""
         ghosts = (self.ghosts.find(name) for name in names)
         ghost = next((ghost for ghost in ghosts if ghost is not None), None)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def commit_run(self, group: GroupTiers, table: "array[int]", chain: BlockChain, start: int, slots: Ids) -> None:
-        """Name the blocks of *table* from *start* on, or replace their slots by those that already hold the blocks."""
+        """Name the blocks of *table* from block *start* on, which are in *slots*.
+
+        If another slot already holds a block of the same name, the table gets that slot instead.
+        """
         pool = group.pool
-        # With the chain's own list, a request forms one run. Not in groups that forget, where two blocks of a window
-        # would keep all the names of a long prompt alive.
+        # With the chain's own list of names, the pool stores a request's blocks as one run (`Runs`). This is not done
+        # in groups that forget, where two blocks of a sliding window would keep all names of a long prompt in memory.
         is_own = group.block_size == chain.block_size and not group.attention.forgets
         names = chain.names if is_own else chain.names_of(group.block_size, range(start, start + len(slots)))
         offset = start if is_own else 0
@@ -244,10 +253,10 @@ class Residency:
         return used
 
     def process_lost(self) -> None:
-        """Mark device blocks dirty whose copies in the lower tiers are lost.
+        """Mark device blocks dirty (yet to be copied down) whose copies in the lower tiers are lost.
 
-        After a new epoch of the lower tiers, which voids all knowledge about them, every device block is checked again,
-        some at each call.
+        When a new epoch of the lower tiers begins, all that was known about their content is void. Then every device
+        block is checked again, some at each call.
         """
         for group_id, names, tier, cause in self.lower.pop_lost():
             group = self.groups[group_id]
@@ -279,8 +288,8 @@ class Residency:
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before a block that continues it.
 
-        The eviction order keeps the cache prefix-closed. Groups that forget are not checked, because they release the
-        beginning of a prefix first.
+        So whenever a block is cached, all blocks before it are cached too. Groups that forget (sliding windows,
+        recurrent states) are not checked, because they release the beginning of a prefix first.
         """
         for group in self.groups:
             if group.partial_matches is None or group.attention.forgets:
@@ -303,7 +312,7 @@ class Residency:
             return
         if not group.slots.is_spilled:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
-        elif were_dirty or not self.lower.status.is_readable:  # otherwise every clean device block is found below
+        elif were_dirty or not self.lower.status.is_readable:  # otherwise all were clean and are found below
             gone = list(compress(names, (~are_kept(self.lower.find(group.id, names))).tolist()))
             if were_dirty and cause is not EvictionCause.CLEARED:
                 dropped = [name for name in gone if name in were_dirty]
@@ -318,7 +327,7 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Mark all device blocks without a copy below dirty, some slots at each step."""
+        """Mark all device blocks without a copy below dirty, `SLOTS_AT_ONCE` slots at each step."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
@@ -333,7 +342,7 @@ class Residency:
 def _tell_stored(
     events: EventLog, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int
 ) -> None:
-    """Log that device slots hold these blocks, which are those of *chain* from block *start* on if it is given."""
+    """Log that the device holds these blocks: those of *chain* from block *start* on, unless *chain* is None."""
     size = group.block_size
     if chain is None:
         events.append(BlockStored(Tier.DEVICE, group.id, names, size))
@@ -345,7 +354,7 @@ def _tell_stored(
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Return the group whose blocks are found by their first tokens; None if requests cannot resume inside a block."""
+    """Return the group whose blocks are found by their first tokens too; None if no request can resume in a block."""
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)

@@ -25,10 +25,11 @@ class PreparedHost:
 
 
 class AttachedMemory(DelegatingMemory):
-    """A `BlockMemory` with fixed device slots and the host slots of the segment attached last.
+    """A `BlockMemory` with fixed device slots, and with the host slots that were attached last.
 
-    The thread that owns the tiers attaches and detaches, only while no host slot is leased, so that no copy is in
-    flight. While no segment is attached there are no host slots, and a copy of a host slot raises IndexError.
+    The host slots are in a file of shared memory that belongs to another process. The thread that owns the tiers
+    attaches and detaches, only while no host slot is leased, so that no copy is in flight. While nothing is attached
+    there are no host slots, and a copy from or to a host slot raises IndexError.
     """
 
     def __init__(self, make: MakeMemory) -> None:

@@ -12,7 +12,7 @@ Slots = npt.NDArray[np.int64]  # [num_blocks]
 
 
 class HostMemory(Protocol):
-    """Slots of equal size in host memory. The bytes of a slot belong to the owner of its lease."""
+    """Slots in host memory, each with room for one block. The bytes of a slot belong to the owner of its lease."""
 
     block_bytes: int
     num_host_slots: int
@@ -25,9 +25,9 @@ class HostMemory(Protocol):
 class BlockMemory(HostMemory, Protocol):
     """Device and host slots of one attention group. A block has the same bytes in both.
 
-    The threads of the lanes call the copy methods, several at once, while the source and target slots are leased. A
-    copy method returns when the bytes are in place. It raises ValueError if the numbers of slots differ and IndexError
-    if a slot does not exist.
+    The threads of the lanes (the queues of transfers) call the copy methods, several at once, while the source and
+    target slots are leased. A copy method returns when the bytes are in place. It raises ValueError if the numbers of
+    slots differ and IndexError if a slot does not exist.
     """
 
     num_device_slots: int

@@ -19,7 +19,8 @@ class BlockRuns:
 def merge_adjacent(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
     """Merge pairs that are adjacent on both sides into one copy, never across a boundary between two host pieces.
 
-    CUDA rejects a copy that begins in one registration and ends in another (cudaErrorInvalidValue).
+    Each piece of *slots_per_piece* host slots is registered with CUDA by itself. CUDA rejects a copy that begins in one
+    registration and ends in another (cudaErrorInvalidValue).
     """
     if not len(device):
         return BlockRuns(device, host, device)

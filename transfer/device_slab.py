@@ -6,7 +6,7 @@ import torch
 class DeviceSlab:
     """One tensor, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is keys, then values.
 
-    On a CPU this is ordinary memory. The bytes of a slot belong to the owner of its lease.
+    A slot holds one block, and its bytes belong to the owner of its lease. On a CPU the tensor is ordinary memory.
     """
 
     def __init__(

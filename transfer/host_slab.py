@@ -32,12 +32,13 @@ class HostSlab:
     """*num_slots* slots of *block_bytes* each in a memory file (`memfd`), which disappears with its process.
 
     The bytes of a slot belong to the owner of its lease. The first touch of memory is 8 to 18 times slower than reuse
-    (measured; DESIGN.md section 10). So a background thread backs the file piece by piece and, if *pin* is given, pins
-    each piece. Slots that it has not reached yet work, but are slower. *node* is the preferred NUMA node.
+    (measured; DESIGN.md section 10). So a background thread backs the file (allocates its pages) piece by piece and, if
+    *pin* is given, pins each piece. Slots that it has not reached yet work, but are slower. *node* is the preferred
+    NUMA node.
 
     If *file* is given, the slots are the beginning of that file of another process, and the slab duplicates the
-    descriptor. The other process backs the file from the front, because the process that first touches a page is
-    charged for it.
+    descriptor. The other process backs the file from the front, because the kernel counts a page against the memory
+    limit of the process that first touches it.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class HostSlab:
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
     """Return the number of slots to back and pin at a time: whole slots and whole pages, about *piece_bytes*.
 
-    A copy may not begin in one registration and end in another. So a piece is a multiple of up to 4,096 blocks if the
+    A copy may not begin in one pinned piece and end in another. So a piece is a multiple of up to 4,096 blocks if the
     block size is odd, and of up to 16 blocks for real block sizes, which are multiples of 256 bytes.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes

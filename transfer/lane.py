@@ -1,4 +1,4 @@
-"""Lanes: queues that run copies off the owner's thread and return each through the `Finished` queue. Their speed."""
+"""Lanes: queues whose threads run copies for an owner and return each through the `Finished` queue; and their speed."""
 
 import contextlib
 import queue
@@ -99,7 +99,10 @@ class InlineLane:
 
 
 class ThreadLane:
-    """A lane that starts transfers on its own threads in order of submission. One thread also finishes in order."""
+    """A lane that starts transfers on its own threads in order of submission.
+
+    With one thread, transfers also finish in that order.
+    """
 
     def __init__(self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64) -> None:
         self._finished = finished
@@ -123,7 +126,7 @@ class ThreadLane:
             if self._closed or self._num_pending >= self._capacity:
                 return False
             self._num_pending += 1
-            self._queue.put(transfer)  # inside the lock: no transfer may be queued after the end marks of close()
+            self._queue.put(transfer)  # inside the lock: no transfer may be queued after the None that close() puts
         return True
 
     def close(self) -> bool:

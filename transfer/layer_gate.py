@@ -7,8 +7,8 @@ import time
 class LayerGate:
     """A gate that signals to the computing thread which layers of a prompt's blocks have been copied.
 
-    The blocks arrive in *num_parts* parts; each part holds consecutive layers of all blocks. A lane's thread opens the
-    parts one after the other. The computing thread waits for the part of its next layer.
+    The blocks arrive in *num_parts* parts; each part holds consecutive layers of all blocks. The thread that copies the
+    blocks opens the parts one after the other. The computing thread waits for the part of its next layer.
 
     An open part means that its copies have ended, not that they are correct. The engine computes before all blocks are
     verified, and discards the result if a block is corrupt or if a wait timed out (`missed`).

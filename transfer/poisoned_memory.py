@@ -12,7 +12,7 @@ POISON = 0xFF
 
 
 class PoisonedMemory(DelegatingMemory):
-    """A `BlockMemory` that fills new slots, slots passed to `poison`, and slots being promoted with NaN.
+    """A `BlockMemory` that fills device slots with NaN: new ones, those passed to `poison`, and targets of copies.
 
     A copy or kernel that reads a slot too early, or after its content became invalid, then gets NaN. Without the
     poison it would get the former content, which is mostly right by chance. *device_blocks*, [num_slots, block_bytes]

@@ -10,7 +10,10 @@ from kvtier.transfer.lane import Finished, Lane, LaneSpeed, Transfer
 
 
 class Route(StrEnum):
-    """Source and target tier of a transfer. Loads and spills use separate lanes, so that no spill delays a load."""
+    """Source and target tier of a transfer.
+
+    Each direction has a lane (a queue with threads) of its own, so that no spill (a copy down) delays a load.
+    """
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
@@ -149,7 +152,7 @@ class TransferEngine:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether finished transfers wait for a `poll`. Before it runs, they cannot be told from hanging transfers."""
+        """Whether finished transfers wait for a `poll`. Until it delivers them, they look like transfers that hang."""
         return not self._finished.empty()
 
     def num_pending(self, route: Route) -> int:

@@ -41,8 +41,9 @@ class Cipher:
     Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag verifies the bytes at rest. The
     digest detects damage to the raw bytes before they were encrypted. The digest is encrypted too, because a plain
     digest would reveal which records hold the same text. Each value has a random nonce. That is safe for 2^32 values
-    under one key (4 PiB in blocks of 1 MiB), so change the key before. *key_id* (8 bytes, reveals nothing about the
-    key) belongs in the namespace: a new key then makes a new namespace, and old records are ordinary misses.
+    under one key (4 PiB in blocks of 1 MiB), so change the key before that many are written. *key_id* (8 bytes, reveals
+    nothing about the key) belongs in the namespace: a new key then makes a new namespace, and old records are ordinary
+    misses.
 
     Speed is about 20 GB/s per core at 1 MiB and 9 GB/s at 64 KiB, in both directions, directly between the caller's
     buffers, plus 3 us per value. Needs the package `cryptography`; versions before 50 hold the GIL meanwhile.

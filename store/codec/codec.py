@@ -30,7 +30,10 @@ class Codec(Protocol):
         """Whether all blocks of one raw length have payloads of the same length."""
 
     def encode(self, raw: memoryview) -> memoryview:
-        """Return the payload for *raw*, which may be a view of *raw*. Use it only within the call that asked for it."""
+        """Return the payload, which is *raw* encoded.
+
+        The payload may be a view of *raw*, so it is valid only as long as *raw* does not change.
+        """
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         """Fill *out*, which has the raw length. Raises ValueError for bytes that this codec never wrote."""
@@ -107,11 +110,11 @@ def _bytes_of(view: memoryview) -> npt.NDArray[np.uint8]:
 def _decompress(frame: memoryview, num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return the *num_bytes* that are compressed in *frame*.
 
-    The stated size of the frame is checked first, because a damaged frame may claim terabytes.
+    The size that the frame's header states is checked first, because a damaged header may state terabytes.
     """
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
-            raise ValueError(f"zstd frame is not one of {num_bytes} bytes")
+            raise ValueError(f"zstd frame does not state a size of {num_bytes} bytes")
         plane = zstandard.ZstdDecompressor().decompress(frame)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error

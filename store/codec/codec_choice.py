@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.store.codec.codec import NO_CODEC, Codec
 
 _BLOCKS_PER_SAMPLE = 64  # encoding and decoding a sample of 1 MiB takes 3 ms, so 0.05 ms per block
-_MIN_READS = 16  # before the speed of the disk counts as measured
+_MIN_READS = 16  # reads from disk before its speed counts as measured
 _MARGIN = 0.9  # switch if the other codec takes less than this fraction of the current codec's time
 _FADING = 15 / 16  # factor by which each observation lowers the weight of the earlier ones
 
@@ -35,12 +35,12 @@ class _Rate:
 
 
 class CodecChoice:
-    """The choice between codec `none` and *compressed*, by the time that it takes to read their blocks from disk.
+    """The choice between the codecs `none` and *compressed*: whichever makes reading a block from disk faster.
 
-    Reading a raw byte takes 1 / disk seconds with `none`, or 1 / (ratio * disk) + 1 / decoding if compressed. The
-    choice is `none` until enough reads were measured. It changes only for a gain of a tenth, so that it does not flap.
-    It considers neither writing, which compression slows down, nor capacity, which compression saves. All methods are
-    thread-safe.
+    A raw byte takes 1 / disk seconds to read with `none`, and 1 / (ratio * disk) + 1 / decoding if compressed, where
+    *disk* and *decoding* are speeds and *ratio* is the compression ratio. The choice is `none` until enough reads were
+    measured. It changes only for a gain of a tenth, so that it does not flap. It considers neither writing, which
+    compression slows down, nor capacity, which compression saves. All methods are thread-safe.
     """
 
     def __init__(self, compressed: Codec, clock: Callable[[], float] = time.perf_counter) -> None:

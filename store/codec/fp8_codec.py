@@ -20,14 +20,14 @@ _Floats = npt.NDArray[np.float32]
 
 
 class Fp8Codec:
-    """LOSSY codec that stores each element as e4m3 (4 exponent bits, 3 mantissa bits), with a bfloat16 scale per 64.
+    """A LOSSY codec: e4m3 (4 exponent bits, 3 mantissa bits) per element, and a bfloat16 scale per 64 elements.
 
     16-bit elements shrink 1.94 times, float32 3.88 times. Let m be the largest finite magnitude in a run of 64
-    elements. The error of an element is at most m / 25, plus 2^-25 for float16 or 2^-121 for the other types (their
-    smallest numbers). Above m / 28,000 the error is at most 1/15 of the element, plus the same constant. (The widest
-    step of e4m3 is 32 of 448, half of it m / 28; the rest is rounding to the element's type.) Zeros decode to zeros and
-    NaN to NaN. An infinity decodes to the largest finite number of its type, less up to 1/25. Its run is scaled as if
-    it held that number.
+    elements, which share a scale. The error of an element is at most m / 25, plus 2^-25 for float16 or 2^-121 for the
+    other types (their smallest numbers). The error of an element above m / 28,000 is at most 1/15 of that element, plus
+    the same constant. (The widest step of e4m3 is 32 of 448, and half of it is m / 28; the rest is rounding to the
+    element's type.) Zeros decode to zeros and NaN to NaN. An infinity is encoded like the largest finite number of its
+    type, and decodes to that number or up to 1/25 less.
 
     The codec must not share a namespace with lossless codecs, because a key would have two contents. The caller names
     the codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. One core encodes 1.1 GB/s of bfloat16
@@ -59,7 +59,7 @@ class Fp8Codec:
             scales[start // _RUN :][: len(runs)] = scale_bits
             with np.errstate(all="ignore"):  # NaN and infinities
                 scaled = self._widen(runs) * (1 / _widen_bfloat16(scale_bits))[:, np.newaxis]
-            # The upper half suffices: the steps of e4m3 and their midpoints have no bits in the lower half.
+            # The upper 16 bits of a float32 suffice: steps of e4m3 and their midpoints have no bits in the lower 16.
             codes[part] = CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
         return payload.data
 
@@ -140,7 +140,7 @@ def _values_of_codes() -> _Floats:
 
 
 def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
-    """Return the code nearest to each float32, by its upper 16 bits. Numbers above the largest get its code."""
+    """Return a table of the code nearest to a float32, by its upper 16 bits. Too large numbers get the largest code."""
     magnitudes = _widen_bfloat16(np.arange(1 << 15, dtype=np.uint16))
     middles = (values[:126] + values[1:127]) / 2
     codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)

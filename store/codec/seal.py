@@ -23,7 +23,7 @@ from kvtier.store.record import (
 from kvtier.store.slab import PAGE_BYTES as _PAGE_BYTES
 from kvtier.store.slab import slot_bytes
 
-# Rows in `records`, `order` and `free` for a key of 50 to 70 bytes, in pages that are 2/3 full.
+# Bytes of the index per record: rows in `records`, `order` and `free` for a key of 50 to 70 bytes, in pages 2/3 full.
 _INDEX_BYTES = 512
 MAX_BLOCK_BYTES = 2 << 30  # more than any block has; index rows have four bytes for the size of a slot
 _NUM_READERS = 2  # or more: threads read concurrently, in a process that does little else
@@ -41,7 +41,7 @@ class Sealed(NamedTuple):
 
 @cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
-    """Return how many bytes a value of *value_bytes* counts against a capacity: its slot and its index rows."""
+    """Return how many bytes a value of *value_bytes* counts against a capacity: its slot on disk and its index rows."""
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
@@ -65,8 +65,8 @@ def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
     """Return the length of the value for *stored_length* bytes of a block, padded to a size class if lengths vary.
 
-    Each file of the store has slots of one size. So a value has one of 8 lengths, the multiples of an eighth of the raw
-    length, rounded up to whole pages. A block that shrinks 1.45 times takes six eighths.
+    Each slab file of the store has slots of one size. To need few files, a value has one of 8 lengths: the multiples of
+    an eighth of the raw length, rounded up to whole pages. A block that shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length

@@ -1,8 +1,9 @@
-"""The boot mark: a small file that records in which boot the data file was last open, and in which state.
+"""The boot mark: a small file that records in which boot of the machine LMDB's data file was last open, and its state.
 
-After kill -9 LMDB's file is intact, because the kernel still writes the pages. After a machine crash it is not, unless
-it was synced. Reading a damaged file may crash, so the state is kept in a file of its own. An unreadable mark costs the
-whole store, so there are two copies of it, each with a checksum.
+The mark tells the next process whether it can trust the data file. After kill -9 the data file is intact, because the
+kernel still writes the pages. After a machine crash it is intact only if it was synced. Reading a damaged data file may
+crash the process, so the state is kept in a file of its own. Without a readable mark the store starts empty, so the
+mark is written twice, each time with a checksum.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ _COPIES_AT = (0, 4096)  # so far apart that no page and no block of the disk con
 
 
 class FileState(StrEnum):
-    """State in which a data file was left when the mark was written."""
+    """State of the data file that a boot mark records."""
 
     CLEAN = "clean"  # fully synced and not written since: it was closed, or is about to be compacted
     PROCESS = "process"  # open, nothing synced
@@ -38,7 +39,7 @@ def current_boot_id() -> str:
 
 @dataclass(frozen=True)
 class BootMark:
-    """The boot in which the data file was last open, its state then, and how many processes in a row crashed on it."""
+    """The boot in which the data file was last open, its state, and how many processes in a row crashed reading it."""
 
     boot_id: str
     state: FileState
@@ -65,8 +66,9 @@ class BootMark:
     def write(self, folder: Path) -> None:
         """Overwrite the mark in *folder* durably.
 
-        A machine crash meanwhile may leave one copy of the old mark and one of the new. Both are true until this method
-        returns. The file is overwritten and not replaced, so that a store can be opened and closed on a full disk.
+        A machine crash meanwhile may leave one copy of the old mark and one of the new. Either is right, because the
+        caller writes a mark only while both describe the data file correctly. The file is overwritten and not replaced,
+        so that a store can be opened and closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
         with open(folder / _NAME, "r+b", opener=open_or_make) as file:

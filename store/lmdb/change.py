@@ -25,8 +25,9 @@ from kvtier.store.lmdb.tables import (
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-# The limits of one change that only removes, and the new pages that it may need: 3 for an eviction, 4 for a second
-# chance (which also marks the record's parent), 3 for a hole, and 64 for branches and the ledger.
+# The limits of one change that only removes records, and the bytes of new LMDB pages that it may need. An eviction may
+# need 3 pages. A second chance (a marked record becomes the newest, and its parent is marked) may need 4. A hole (a
+# free slot whose disk space is released) may need 3. Branch pages and the ledger (the row of counters) may need 64.
 MAX_EVICTED = 320
 MAX_SECOND_CHANCES = 160
 _MAX_HOLES = 128
@@ -36,15 +37,17 @@ _ROWS_AT_ONCE = 16
 
 
 class NoFreeSlot(Exception):
-    """Error raised if no slot of the wanted size is writable and a new one would exceed the limit of the slabs."""
+    """Error raised if no slot of the wanted size may be reused and a new slot would exceed the limit of all slots."""
 
 
 class Change:
     """A write transaction in progress. Rows, payloads, order and accounts change together or not at all.
 
-    Records are evicted by CLOCK. One rule keeps the remaining records prefix-closed: a parent is newer than its child,
-    or it is marked. Each step that makes a record the newest also marks its parent, so the oldest unmarked record has
-    no child. The same holds among the records of one tenant, because a whole chain belongs to one tenant.
+    Records are evicted by CLOCK: the oldest record is evicted unless it is marked as recently used. A marked record
+    gets a second chance: it loses its mark and becomes the newest. One rule ensures that no record is evicted before
+    its children: a parent is newer than its child, or it is marked. To keep the rule, each step that makes a record the
+    newest also marks its parent. So the oldest record has no child unless it is marked. The same holds among the
+    records of one tenant, because a whole chain belongs to one tenant.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class Change:
     ) -> None:
         """Begin a change of *tables* in the write transaction *txn*, which gives at most *num_chances* second chances.
 
-        Slots freed after *synced_change* are not reused, because they would be records again after a crash. With None,
-        slots freed before this change may be reused.
+        *synced_change* is the number of the last change in the last checkpoint. Slots (places for payloads) that were
+        freed after it are not reused, because a crash brings their records back. None stands for a store without
+        checkpoints, where all slots freed before this change may be reused.
         """
         self._tables = tables
         self._txn = txn
@@ -65,7 +69,7 @@ class Change:
         self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
     def mark(self, key: bytes) -> bool:
-        """Mark *key*, so that eviction skips it once. Returns False if it has no record."""
+        """Mark the record of *key*, so that eviction skips it once. Returns False if there is no record."""
         packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
@@ -75,10 +79,10 @@ class Change:
         return True
 
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
-        """Allocate *num_slots* slots of *num_bytes*, keeping all slots within *limit_bytes*.
+        """Allocate *num_slots* slots of *num_bytes*, so that all slots together take at most *limit_bytes* on disk.
 
-        Returns the slots, and the slots whose disk space must be punched out first to stay within the limit. Raises
-        `NoFreeSlot` if there are not enough.
+        Returns the allocated slots, and the free slots whose disk space the caller must release (punch out) before it
+        writes to the allocated ones. Raises `NoFreeSlot` if there are not enough slots.
         """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]
@@ -92,9 +96,10 @@ class Change:
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
-        """Turn free slots into holes until all slots take at most *limit_bytes*, and return the new holes.
+        """Turn free slots into holes until all slots take at most *limit_bytes* on disk, and return the new holes.
 
-        The caller punches out their disk space. Returns at most *limit* slots. There may be too few free slots.
+        A hole is a free slot without disk space. The caller must release the disk space of the returned slots. Returns
+        at most *limit* slots, and fewer than necessary if too few slots are free.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -118,7 +123,8 @@ class Change:
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
         """Add the record of *blob*, a new key whose value is in *slot*, as the newest.
 
-        *coming* are keys that this change adds later. As parents they will be newer, so they need no mark.
+        *coming* are keys that this change adds later. A parent among them will be newer than this record, so it needs
+        no mark.
         """
         tenant = blob.tenant or NO_TENANT
         self._append(
@@ -183,7 +189,7 @@ class Change:
         return self._tenants[tenant]
 
     def check_spare_pages(self) -> None:
-        """Take as many pages as must be left free, and give them back. Raises `lmdb.MapFullError` if there are too few.
+        """Allocate as many pages as must stay free, and free them. Raises `lmdb.MapFullError` if there are too few.
 
         A deletion needs new pages itself, so a map filled to the last page could never be emptied again.
         """
@@ -205,7 +211,7 @@ class Change:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict records of *tenant* (NO_TENANT: of all) by CLOCK, oldest first, while *is_too_much*."""
+        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True."""
         evicted: list[bytes] = []
         order = self._in_order(tenant)
         while len(evicted) < limit and is_too_much():
@@ -268,7 +274,10 @@ class Change:
         self._charge(row.tenant, -row.charged_bytes)
 
     def _take_free(self, num_bytes: int | None, limit: int) -> list[tuple[int, int, int]]:
-        """Take up to *limit* writable free slots of *num_bytes* (None: of any size) out of the table."""
+        """Remove up to *limit* reusable slots of *num_bytes* (None: of any size) from the table of free slots.
+
+        Returns size, freeing change and number of each slot.
+        """
         found: list[tuple[int, int, int]] = []
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
         with self._txn.cursor(db=self._tables.free) as cursor:

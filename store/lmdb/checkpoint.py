@@ -22,11 +22,11 @@ _CHECKSUM_BYTES = 16
 
 
 class Checkpoint:
-    """The checkpoints of one environment, and the read transaction that keeps the last one intact.
+    """The checkpoints of one LMDB environment, and the read transaction that keeps the last one intact.
 
-    The caller of `take` is the writer: the store may not change from before the file is synced until `take` returns.
-    Pages freed since the last checkpoint are not reused before the next one, so a store that runs out of pages takes a
-    checkpoint.
+    Only the store's writer calls `take`, right after it has synced the file. The store must not change between the
+    start of that sync and the end of `take`. Pages freed since the last checkpoint are not reused before the next one,
+    so a store that runs out of pages takes a checkpoint.
     """
 
     def __init__(self, folder: Path, tables: Tables) -> None:
@@ -36,7 +36,7 @@ class Checkpoint:
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Keep a copy of the root of the file, which must be synced.
+        """Save a copy of the root of the data file, which the caller has synced.
 
         Raises OSError or lmdb.Error; the previous checkpoint then stays valid.
         """

@@ -1,7 +1,7 @@
-"""Counts crashes of a store's process, which a damaged index may have caused, in the boot mark.
+"""Counting the crashes of a store's process, in the boot mark, which is the file that records the store's state.
 
-A damaged page may crash a process that reads it, or trap it in an endless loop, at every start. `data_file` starts an
-empty store if the count is too high. A clean end resets the count to 0.
+A damaged page of the index may crash each process that reads it, or trap it in an endless loop, at every start. So
+`data_file` starts an empty store if the count is too high. A clean end resets the count to 0.
 """
 
 import signal
@@ -34,7 +34,7 @@ def is_computing(pid: int) -> bool:
 def note(path: Path, owner: int) -> int:
     """Count a crash of the process that had the store at *path* open, and return the number of crashes in a row.
 
-    Raises OSError if the mark cannot be written, or if another process has opened the store since.
+    Raises OSError if the boot mark cannot be written, or if another process has opened the store since.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

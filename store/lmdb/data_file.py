@@ -16,9 +16,9 @@ from kvtier.store.lmdb.tables import MAX_DBS, Tables, open_tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
-MAX_CRASHES = 2  # in a row on one file: a single crash may have another cause, such as a page that was not read
+MAX_CRASHES = 2  # in a row on one file; one crash may have another cause, such as a page that the disk could not read
 _COPY = "compact"  # the folder in which a compacted copy is made
-OVERHEAD_BYTES = 1 << 20  # limit on marks, lock files and the file system's own blocks
+OVERHEAD_BYTES = 1 << 20  # limit on the boot mark, the lock files and the file system's own blocks
 _MIN_INDEX_BYTES = 8 << 20
 # Errors of LMDB and of `tables` which mean that the tree itself is broken, not one payload. Such a file is not opened
 # again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors only end the transaction.
@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def part_bytes(capacity_bytes: int) -> int:
-    """Return the limit on the block bytes that one change puts.
+    """Return the limit on the bytes of the blocks that one change (a write transaction) stores.
 
-    It bounds the bytes of freed slots that cannot be reused yet.
+    The limit also bounds the bytes of slots (places for payloads) that are freed but cannot be reused yet.
     """
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
@@ -51,7 +51,7 @@ def slab_bytes(capacity_bytes: int) -> int:
 
 
 def index_bytes(capacity_bytes: int) -> int:
-    """Return the size of the map, which the data file never exceeds.
+    """Return the size of LMDB's memory map, which the data file never exceeds.
 
     An eighth of the capacity is enough for blocks of one page; larger blocks need less.
     """
@@ -101,10 +101,11 @@ def recorded_capacity(folder: Folder) -> int:
 
 
 def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """Open the tables in *folder*. They are empty if the files there cannot be trusted.
+    """Open the tables in *folder*, after emptying it if its files cannot be trusted.
 
-    Trusted files are not changed, so their mark stays true. The caller holds the folder's lock. Before the first change
-    it writes the mark of the durability level, once that mark is true.
+    The caller holds the folder's lock. Opening changes no trusted file, so the boot mark, which records the state of
+    the files, stays right. Before its first change the caller brings the files into the state that its durability level
+    starts from (for example synced), and then writes the mark that says so.
     """
     shutil.rmtree(folder.here / _COPY, ignore_errors=True)
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
@@ -131,7 +132,8 @@ def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Table
 def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
     """Copy the index to a file without free pages, for a store with a lowered capacity, and open the copy.
 
-    If there is no room for a copy, the index stays as it is. The mark must be CLEAN, which is true of either file.
+    If there is no room for a copy, the index stays as it is. The boot mark must say CLEAN. That is right for the old
+    file and for the copy, so a crash at any point does no harm.
     """
     copy = folder.here / _COPY
     try:
@@ -159,7 +161,7 @@ def _start_empty(folder: Folder, reason: str) -> None:
 
 
 def _clear(folder: Folder) -> None:
-    """Remove the data file and the slabs, and mark the folder as not synced.
+    """Remove the data file and the slabs (files of payloads), and write a boot mark that says: open, not synced.
 
     If the process is killed meanwhile, the next start repeats this.
     """
@@ -171,7 +173,7 @@ def _clear(folder: Folder) -> None:
 
 
 def _restore_or_refuse(folder: Folder) -> str | None:
-    """Restore the data file to its last checkpoint if needed. Returns why it must not be opened, or None."""
+    """Restore the data file to its last checkpoint if needed. Returns why it must not be opened, or None if it may."""
     mark = BootMark.read(folder.here)
     if mark is None:
         return "it has no readable boot mark"
@@ -189,7 +191,7 @@ def _restore_or_refuse(folder: Folder) -> str | None:
 
 
 def damage_of(mark: BootMark) -> str | None:
-    """Return why the tree in the data file counts as broken, judged by its *mark*, or None if it does not."""
+    """Return why the tree in the data file counts as broken, judged by its boot *mark*, or None if it does not."""
     if mark.state is FileState.DAMAGED:
         return "its index was found damaged"
     if mark.num_crashes >= MAX_CRASHES:

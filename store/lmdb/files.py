@@ -25,8 +25,8 @@ from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
-_RECORDS_WHEN_FULL = 3  # deleted, and skipped, in one change if there is only room for `MIN_REMOVAL_BYTES`
-_HOLES_AT_ONCE = 4096
+_RECORDS_WHEN_FULL = 3  # that one change may delete, and as many that it may skip, in only `MIN_REMOVAL_BYTES`
+_HOLES_AT_ONCE = 4096  # holes (free slots without disk space) to release at a time
 CHECK_READERS_S = 10.0  # interval for freeing the reader slots of dead processes, which hold back pages
 
 _T = TypeVar("_T")
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class OpenFolder:
-    """Owner of the folder, lock, tables and slabs, which `close` closes. Reopening the index replaces *tables*."""
+    """An open store: folder, lock, index tables and slabs (payload files). Reopening the index replaces *tables*."""
 
     def __init__(
         self, folder: Folder, lock: OwnerLock, tables: Tables, capacity_bytes: int, durability: Durability
@@ -66,24 +66,27 @@ class OpenFolder:
         return BootMark.read(self.here)
 
     def mark(self, state: FileState, num_crashes: int = 0) -> None:
-        """Write the boot mark, which says that in this boot the files are in *state*."""
+        """Write the boot mark: the small file that says that in this boot of the machine the files are in *state*."""
         BootMark(current_boot_id(), state, num_crashes=num_crashes).write(self.here)
 
     def sync(self) -> None:
-        """Block until everything written is on disk. For the writer only. Raises OSError or lmdb.Error."""
+        """Block until everything written is on disk. Only the writer calls this. Raises OSError or lmdb.Error."""
         if self.tables.file.sync_failed:
             self.tables.file.rewrite()
         self.slabs.sync()
         self.tables.file.sync()
 
     def reopen_index(self) -> Tables:
-        """Close the index, which LMDB gave up, and reopen it as it was before. Raises OSError or lmdb.Error."""
+        """Close the index, whose root LMDB could not write, and reopen it as it was before that write.
+
+        Raises OSError or lmdb.Error.
+        """
         self.tables.file.close()
         self.tables = data_file.reopen(self._folder, self.capacity_bytes, self.durability)
         return self.tables
 
     def compact_index(self) -> Tables:
-        """Replace the index by a copy without free pages. The mark must be CLEAN."""
+        """Replace the index by a copy without free pages. The boot mark must say CLEAN."""
         self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
         return self.tables
 
@@ -121,9 +124,9 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
 
 
 class MapUsers:
-    """The number of threads inside a `with` block of this object. Entering after `close` raises ValueError.
+    """A count of the threads that use LMDB's memory map, each inside a `with` block of this object.
 
-    Never nest two blocks.
+    Entering after `close` raises ValueError. Never nest two blocks.
     """
 
     def __init__(self) -> None:
@@ -165,10 +168,11 @@ class MapUsers:
 class LmdbFiles:
     """The open files of a store. One process has them open, and one of its threads at a time changes them.
 
-    LMDB errors are raised as OSError. A broken tree also marks the folder, so that the next start is empty. Until then
-    changes are refused and reads continue. If LMDB stops because it could not write its root, the index is reopened as
-    it was before. In a process forked from this one `close` does nothing and every other call raises ValueError. The
-    caller must call `settle` once the records are within the capacity.
+    LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the boot mark records that too, so
+    that the next start is empty. Until then changes are refused and reads continue. If LMDB stops because it could not
+    write its root, the index is reopened as it was before that write. In a process forked from this one `close` does
+    nothing and every other call raises ValueError. The caller must call `settle` once the records are within the
+    capacity.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
@@ -189,6 +193,7 @@ class LmdbFiles:
         self._checkpoint: Checkpoint | None = None
         self._closing = threading.Event()
         mark = opened.read_mark()
+        # Whether only slots that a committed change has allocated take disk space.
         self._is_tidy = mark is not None and mark.state is FileState.CLEAN
         self._num_crashes = 0 if mark is None else mark.num_crashes
         try:
@@ -243,7 +248,7 @@ class LmdbFiles:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the index is damaged and marked so. Then the process should end, so that the next start is empty."""
+        """Whether the index was found damaged. Then the process should end, because the next one starts empty."""
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
@@ -271,8 +276,9 @@ class LmdbFiles:
         """Run the block as one change, which is committed at its end and undone by any exception.
 
         Args:
-            added_bytes: New pages that the change may need for the records that it is given.
-            removal_bytes: New pages that it may need besides, for evictions, second chances and holes.
+            added_bytes: Bytes of new pages that the change may need for the records that it adds or marks.
+            removal_bytes: Bytes of new pages that it may need in addition for evictions, for marked records that it
+                skips, and for free slots that it turns into holes.
         """
         self._refuse_forked()
         with self.writer:
@@ -305,8 +311,8 @@ class LmdbFiles:
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         """Run *act*, which may need *new_bytes* of new pages, as one change that leaves enough pages for a deletion.
 
-        LMDB does not say how many pages are free. So near the end of the map the change takes the pages of a deletion
-        to try. Raises `StoreFull` if there are too few.
+        LMDB does not say how many pages are free. So if the map is nearly full, the change tries to allocate the pages
+        that a deletion needs. Raises `StoreFull` if there are too few.
         """
         try:
             return self._change_at_once(act, new_bytes)
@@ -332,7 +338,8 @@ class LmdbFiles:
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed pages and slots usable again.
 
-        Disk space of free slots, whatever their size, is released until a change fits into *limit_bytes*.
+        Releases the disk space of free slots, whatever their size, until the new slots of one more change fit into
+        *limit_bytes*, the limit on the disk space of all slots.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
@@ -359,9 +366,9 @@ class LmdbFiles:
             return result
 
     def _mark_open(self) -> None:
-        """Sync the files if the durability level asks for it, and mark the folder as open.
+        """Sync the files if the durability level asks for it, and write the boot mark that says that they are open.
 
-        This precedes the first change. Until here the old mark is true, and the last checkpoint is intact.
+        Runs before the first change. Until it has finished, the old mark is right and the old checkpoint is intact.
         """
         level = self._opened.durability
         if level is Durability.COMMIT:
@@ -374,19 +381,20 @@ class LmdbFiles:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
     def _mark_closed(self) -> None:
-        """Sync the open files, and mark the folder with the state in which they are left."""
+        """Sync the open files, and write the boot mark with the state in which they are left."""
         if not self._opened.is_index_open:  # it could not be reopened, so it stays as it was, not synced
             return
         with self._lmdb_errors():
             self._opened.sync()
         if self._damage is None and not self._opened.is_removed:
-            # Untidy files were synced too, which is what COMMIT stands for.
+            # COMMIT says that the files are synced, but that slots without a committed change may take disk space.
             self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
         """Release the disk space of slots that no committed change allocated.
 
-        A process that was killed had written to them, or the index was restored to a checkpoint before their change.
+        Such slots exist if a process was killed after it had written to them, or if the index was restored to a
+        checkpoint that precedes their change.
         """
         if self._is_tidy:
             return
@@ -412,7 +420,10 @@ class LmdbFiles:
             self._is_tidy = False
 
     def _compact(self) -> None:
-        """Copy the index to a file without free pages. No change happens meanwhile, so CLEAN is true at every level."""
+        """Copy the index to a file without free pages.
+
+        The files are synced and do not change meanwhile, so the boot mark may say CLEAN at every durability level.
+        """
         with self.writer, self._users.exclusive(), self._lmdb_errors():
             self._opened.sync()
             self._opened.mark(FileState.CLEAN)
@@ -421,7 +432,7 @@ class LmdbFiles:
             self._mark_open()
 
     def _reclaim(self) -> None:
-        """Make pages and slots usable again that a dead reader, the last checkpoint or the last change holds back."""
+        """Allow reuse of freed pages and slots that a dead reader, the last checkpoint or the last change blocks."""
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
@@ -458,7 +469,7 @@ class LmdbFiles:
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """Raise errors of LMDB as OSError. A broken tree also marks the folder, so that the next start is empty."""
+        """Raise errors of LMDB as OSError. If the tree is broken, also record that in the boot mark."""
         try:
             yield
         except NoFreeSlot as error:
@@ -504,7 +515,9 @@ class LmdbFiles:
 
     def _refuse_forked(self) -> None:
         if os.getpid() != self._pid:
-            raise ValueError(f"store {self.name}: belongs to process {self._pid}, from which this one was forked")
+            raise ValueError(
+                f"store {self.name} is open in process {self._pid}, from which this one was forked; use it there"
+            )
 
 
 def open_files(
@@ -513,7 +526,7 @@ def open_files(
     """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
     *capacity_bytes* None stands for the capacity with which the folder was last opened. Maintenance commands open a
-    store this way: a missing or broken store raises OSError, stays as it is and is not marked.
+    store this way. Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

@@ -20,8 +20,8 @@ from kvtier.store.lmdb.data_file import DAMAGE, DATA, damage_of
 from kvtier.store.lmdb.tables import RecordRow, Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
-_ROWS_PER_LOOK = 4096  # rows of one read transaction, 10 ms: meanwhile the owner cannot reuse the pages that it frees
-_DURABILITIES = {  # durability level of the process that left such a mark
+_ROWS_PER_LOOK = 4096  # rows per read transaction (10 ms), during which the owner cannot reuse pages that it frees
+_DURABILITIES = {  # durability level of the process that left a boot mark with this state
     FileState.PROCESS: Durability.PROCESS,
     FileState.INTERVAL: Durability.INTERVAL,
     FileState.COMMIT: Durability.COMMIT,
@@ -29,11 +29,11 @@ _DURABILITIES = {  # durability level of the process that left such a mark
 
 
 class StoreLost(OSError):
-    """Error raised if the index is broken or the files cannot be trusted. The message says which, and what follows."""
+    """Error raised if the index is broken or the store's files cannot be trusted. The message says why."""
 
 
 class StoreDamaged(StoreLost):
-    """Error raised if the index is broken and its mark does not yet say so to the process that opens it next."""
+    """Error raised if the index is broken and the boot mark does not record it, so an engine would open it."""
 
 
 class Condition(StrEnum):
@@ -99,8 +99,9 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """Inspect the store in *folder* with read transactions so short that its owner is not delayed.
 
-    Raises FileNotFoundError if there is no store, and StoreLost if it turns out to be broken, which may also crash the
-    process. A kill at any point leaves a reader slot, which the owner frees.
+    Raises FileNotFoundError if there is no store, and StoreLost if it turns out to be broken. Reading a broken store
+    may also crash the process. If the process is killed, its entry in LMDB's table of readers stays until the owner of
+    the store frees it.
     """
     require_store(folder)
     with Folder(folder) as opened:
@@ -124,7 +125,7 @@ def require_store(folder: Path) -> None:
 
 
 def standing(folder: Path) -> tuple[Condition, NextStart]:
-    """Return how the data file in *folder* was left, and what the next start finds, according to its mark."""
+    """Return how the data file in *folder* was left, and what the next start finds, according to its boot mark."""
     mark = BootMark.read(folder)
     if mark is None:
         return Condition.UNKNOWN, NextStart.EMPTY
@@ -173,7 +174,7 @@ def _content(folder: Folder) -> Content:
     try:
         lmdb_roots.check(folder.here / DATA)
         os.close(open_private(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
-        # The map size is the owner's. So is the number of readers: the first process creates the table of readers.
+        # 0: the owner's map size. *max_readers* is the owner's too, for when this process creates the reader table.
         with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
             counters = Tables.counters_in(env)
             return Content(

@@ -23,17 +23,17 @@ _KEYS_PER_PAGE = 4096
 class LmdbStore:
     """A `BlobStore` on disk. Opening it takes the same time at any size.
 
-    One process owns *folder*; another one gets `FolderInUse`. A payload is written to a slot that no record has. Then
+    One process owns *folder*; another one gets `FolderInUse`. A payload is written to a free slot of a slab file. Then
     record, slot, recency and accounting change in one transaction, so a process killed at any point leaves an intact
-    store. *durability* determines what survives a machine crash. *interval_s* is the time between checkpoints. *quotas*
-    are bytes by tenant; a quota holds from the first put of its tenant on. *owner* is the pid that other processes are
-    shown, by default this process's.
+    store. *durability* determines what survives a machine crash. *interval_s* is the time between checkpoints, to which
+    a store with durability INTERVAL returns after a machine crash. *quotas* are bytes by tenant; a quota is enforced
+    from the first put of its tenant on. *owner* is the pid that other processes are shown, by default this process's.
 
-    Once a broken tree was found, changes raise and reads continue, each verified; the next start is empty. Without
-    *capacity_bytes* the store has the capacity with which it was last opened, and a missing or broken store raises
-    OSError and stays as it is. A process forked from the owner may not use the store. The folder never takes more than
-    `data_file.max_bytes` of the capacity. If the disk fails to read a page of the index, SIGBUS ends the process, as in
-    every program that maps files. `StoreProcess` protects against that.
+    Once LMDB's tree was found broken, changes raise OSError, reads continue (each is verified), and the next start is
+    empty. Without *capacity_bytes* the store has the capacity with which it was last opened, and a missing or broken
+    store raises OSError and stays as it is. A process forked from the owner may not use the store. The folder never
+    takes more disk space than `data_file.max_bytes(capacity_bytes)`. If the disk fails to read a page of the index,
+    SIGBUS ends the process, as in every program that maps files. `StoreProcess` protects against that.
     """
 
     def __init__(
@@ -136,7 +136,10 @@ class LmdbStore:
         self.close()
 
     def _walk(self) -> Iterator[bytes]:
-        """Yield the keys, newest first, in pages: a long read transaction would hold back pages freed meanwhile."""
+        """Yield the keys, newest first, with one short read transaction per batch.
+
+        LMDB cannot reuse pages that are freed during a read transaction before its end.
+        """
         before = None
         while True:
             with self.files.reading() as txn:

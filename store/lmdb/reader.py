@@ -1,4 +1,4 @@
-"""`LmdbReader`: reads blocks from the slots that the index names, and verifies each of them."""
+"""`LmdbReader`: reads blocks from the slots (places in slab files) that the index names, and verifies each block."""
 
 import logging
 import mmap
@@ -20,8 +20,8 @@ from kvtier.store.slab import Slot
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
 _SHARE_BYTES = 1 << 20  # minimum bytes of a read per thread
 _CACHED_SHARE_BYTES = 8 << 20  # the same for page cache hits: handing work over takes as long as copying a megabyte
-_LOCATED_BYTES = 16 << 20  # limit, or one block, for the slots that one transaction finds
-_READ_BYTES = 1 << 20  # limit, or one block, that a thread reads before it verifies: its core's cache still holds them
+_LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
+_READ_BYTES = 1 << 20  # bytes (or one block) that a thread reads before it verifies them, while they are in its cache
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,10 @@ class LmdbReader:
         return results
 
     def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read these blocks outside the transaction that finds them. A slot reused meanwhile shows as a bad digest."""
+        """Find the slots of these blocks in one transaction, and read them after it has ended.
+
+        If a slot is reused meanwhile, the block that is read has a wrong digest.
+        """
         results: list[bytes | Fault] = []
         try:
             with self._files.using():

@@ -58,8 +58,8 @@ class _Root(NamedTuple):
 def check(data_file: Path) -> None:
     """Raise CorruptedError unless both roots of *data_file* are possible and consecutive, and the newer is sound.
 
-    LMDB never reads the trees of the older root. After a failed write of a root, LMDB restores that root's transaction
-    number and last page, but not its trees, which belong to a transaction that was never committed.
+    The trees of the older root are not checked. LMDB never reads them, and they may be wrong in an intact file: after a
+    failed write of a root, LMDB restores that root's transaction number and last page, but not its trees.
     """
     with open(data_file, "rb", opener=open_private) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES

@@ -33,15 +33,15 @@ MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
 _LOCK_BYTES = (_MAX_READERS + 64) * 64  # minimum: LMDB takes 64 bytes per reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
-# Pages that each change which adds leaves free. On a full disk, 3 evictions and 3 second chances need them, in trees
-# that are three levels deep.
+# Pages that a change which adds records must leave free. They are enough to evict 3 records and to skip 3 marked ones
+# on a full disk, in trees that are three levels deep.
 SPARE_PAGES = 64
 MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES
 _AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 
 def checksum(key: bytes, row: bytes = b"") -> bytes:
-    """Return the checksum that ends *row*. For a row that is all key, it is the whole row."""
+    """Return the checksum of *key* and *row*, which is stored after the row, or alone if the row is empty."""
     return xxhash.xxh3_64_digest(key + row)
 
 
@@ -95,8 +95,8 @@ class _Slots(_Layout):
 
 
 SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
-FREE = _Slots(">IQQ")  # size of the slot, the change that freed it, its number
-HOLE = _Slots(">IQ")  # size, number
+FREE = _Slots(">IQQ")  # a free slot: its size, the change that freed it, its number
+HOLE = _Slots(">IQ")  # a hole, which is a free slot without disk space: its size, its number
 SLOTS = _Counts("<Q")
 BYTES_OF_TENANT = _Counts("<Q")
 COUNTERS_KEY = b"counters"
@@ -109,7 +109,7 @@ _DAY_S = 86_400.0
 
 @dataclass(slots=True)
 class Counters:
-    """The ledger: sums that a full count would give, and totals since the store was created."""
+    """The ledger, a row of counters: sums that a full count would also give, and totals since the store was created."""
 
     num_records: int = 0
     stored_bytes: int = 0
@@ -231,8 +231,8 @@ class IndexFile:
     def rewrite(self) -> None:
         """Write all pages to the file again, so that the next sync writes them to disk.
 
-        The kernel reports only once that it could not write pages, and then takes them for written. The next sync would
-        succeed without writing anything, and a checkpoint that does not exist would be trusted.
+        The kernel reports only once that it could not write pages, and then treats them as written. Without this call,
+        the next sync would succeed without writing them, and a checkpoint that is not on disk would be trusted.
         """
         descriptor = self._open_descriptor()
         with self._syncing:
@@ -245,7 +245,7 @@ class IndexFile:
     def reserve(self, new_bytes: int) -> None:
         """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if there is none.
 
-        Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
+        On a full disk, writing to a page of a mapped file that has no disk space raises SIGBUS instead of ENOSPC.
         """
         map_bytes = self.env.info()["map_size"]
         wanted = min(self.used_bytes() + new_bytes, map_bytes)
@@ -270,6 +270,9 @@ class IndexFile:
 
 class Tables:
     """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` in the same folder.
+
+    The sequence number of a record is its place in the eviction order. Its charged bytes count against the capacity.
+    Its mark says that it was used recently, so that eviction skips it once.
 
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
@@ -375,9 +378,9 @@ class Tables:
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
         assert txn.stat(db=self.order)["entries"] == len(order), "a key is in the order twice"
-        assert counters.num_records == len(rows), f"ledger: {counters.num_records} of {len(rows)} records"
+        assert counters.num_records == len(rows), f"num_records is {counters.num_records}, recount {len(rows)}"
         recount = sum(row.charged_bytes for row in rows.values())
-        assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
+        assert counters.stored_bytes == recount, f"stored_bytes is {counters.stored_bytes}, recount {recount}"
         assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
         owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in _rows(txn, self.owned)}
         expected = {
@@ -405,9 +408,9 @@ class Tables:
         assert len(set(slots)) == len(slots), "a slot is in two states at once"
         there = self.num_slots(txn)
         assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot beyond its slab is used"
-        assert len(slots) == sum(there.values()), "a slot has no record, is not free and is no hole"
+        assert len(slots) == sum(there.values()), "a slot has no record, but is not listed as free"
         taken = sum(slot.num_bytes for slot in used + free)
-        assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
+        assert taken == slab_bytes, f"slab_bytes is {slab_bytes}, recount {taken}"
 
 
 def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
@@ -487,7 +490,7 @@ def _take_room(path: Path, num_bytes: int) -> None:
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """Yield *rows*, whose keys must ascend from *start*, else raise CorruptedError: a damaged tree may be circular."""
+    """Yield *rows*. Raises CorruptedError unless their keys ascend from *start*, because a damaged tree may loop."""
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):

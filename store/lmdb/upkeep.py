@@ -32,7 +32,7 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator in this module, in charged bytes. *total_bytes* is 0 if it is unknown."""
+    """Progress of a generator in this module, in bytes as counted against the capacity. *total_bytes* 0: unknown."""
 
     doing: str
     done_bytes: int = 0
@@ -50,7 +50,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of verifying a store. *miscount* is what `check` found wrong in the end, or "" if nothing."""
+    """Result of verifying a store. *miscount* is the last error in the accounting that was found, or "" if none."""
 
     num_stored: int  # records in the store; perhaps only a sample of them was read
     tallies: dict[bytes, Tally]  # by namespace
@@ -82,7 +82,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Result of a deletion, with the charged bytes."""
+    """Result of a deletion. *stored_bytes* is what the records counted against the capacity."""
 
     num_records: int
     stored_bytes: int
@@ -144,9 +144,10 @@ def verify_store(
 def delete_namespaces(
     folder: Path, owner: int, namespaces: Collection[bytes], total_bytes: int
 ) -> Iterator[Progress | Deletion]:
-    """Delete all records of *namespaces*, about *total_bytes*, and the bytes of their payloads.
+    """Delete all records of *namespaces*, and release the disk space of their payloads.
 
-    Yields `Progress` and finally the `Deletion`. Raises what `verify_store` raises.
+    *total_bytes* is the expected number of bytes to delete. Yields `Progress` and finally the `Deletion`. Raises what
+    `verify_store` raises.
     """
     require_store(folder)
     yield Progress("opening")
@@ -158,12 +159,12 @@ def delete_namespaces(
             num_records += store.delete(batch)
             num_bytes = before_bytes - store.statistics().stored_bytes
             yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
-        store.files.give_back(0)  # punches out the payloads, so that their bytes are gone and take no disk space
+        store.files.give_back(0)  # releases the disk space of all free slots, so that the payloads' bytes are gone
     yield Deletion(num_records, num_bytes)
 
 
 def mark_damaged(folder: Path) -> None:
-    """Mark the store as damaged, so that the next engine that opens it starts empty. Raises FolderInUse."""
+    """Record in the boot mark that the store is damaged, so that the next engine starts empty. Raises FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)
         try:
@@ -180,7 +181,7 @@ def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[
             yield store
     except FolderInUse as error:
         whose = str(error).partition(";")[0]
-        raise FolderInUse(f"{whose}; stop that process first. kvtier stats works meanwhile") from error
+        raise FolderInUse(f"{whose}; stop that process first. kvtier stats works while it runs") from error
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error

@@ -25,9 +25,9 @@ from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
-_MAX_TRIES = 8  # to make room for one group
+_MAX_TRIES = 8  # to make room for the blobs of one change
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_INDEX_ROOM_BYTES = 8 << 20  # left to the index at a time; a change of the index may need this much
+_INDEX_ROOM_BYTES = 8 << 20  # disk space that a lowered capacity leaves to the index; one change may need this much
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class _Call:
 class GroupCommit:
     """A group commit: the calls that arrive during a change are stored by the next change, up to *max_bytes*.
 
-    The call that gets the *writer* lock works for all waiting calls. So there is no extra thread, and a lone call waits
-    for no other. If that call is interrupted, the next one that gets the lock works for the remaining calls.
+    The call that gets the *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a lone
+    call waits for no other. If that call is interrupted, the next one that gets the lock serves the remaining calls.
     """
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
@@ -100,7 +100,7 @@ class GroupCommit:
         try:
             evicted = self._act([blob for call in calls for blob in call.blobs])
         except Exception as error:  # raised in the thread of each caller
-            if len(calls) > 1:  # one may be to blame
+            if len(calls) > 1:  # the blobs of one call may be the cause, so try each call by itself
                 for call in calls:
                     self._serve([call])
                 return
@@ -116,7 +116,7 @@ class GroupCommit:
 
 
 class _StillTooMuch(Exception):
-    """Error raised if one change has evicted and skipped as many records as it may, and there is still no room."""
+    """Error raised if there is still no room after one change has evicted or skipped as many records as it may."""
 
     def __init__(self, evicted: list[bytes]) -> None:
         super().__init__()
@@ -124,9 +124,9 @@ class _StillTooMuch(Exception):
 
 
 class DiskRoom:
-    """The current capacity of a store whose folder is *here*. Only the writer uses it.
+    """The current capacity of a store whose folder is *here*. Only the writer uses this object.
 
-    The capacity is *max_bytes*. It is lower from the moment that the disk is full until there is more room on it.
+    The full capacity is *max_bytes*. When the disk is full, the capacity is lowered until the disk has more free space.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
@@ -138,10 +138,11 @@ class DiskRoom:
         self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
 
     def shrink(self, taken_bytes: int) -> bool:
-        """Lower the capacity, because the disk is full while all slots take *taken_bytes*.
+        """Lower the capacity, because the disk is full while all slots (places for payloads) take *taken_bytes*.
 
-        The slots must take a little less, to leave room for the index: at most a quarter less. Returns False and
-        changes nothing if no capacity would be left, which means that other files fill the disk.
+        To leave room for the index, the slots must take `_INDEX_ROOM_BYTES` less than now, or a quarter less if that is
+        smaller. Returns False and changes nothing if no capacity would be left, which means that other files fill the
+        disk.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
@@ -178,8 +179,8 @@ class DiskRoom:
 class LmdbWriter:
     """The writer of all changes to a store's records: puts with the evictions that they need, touches and deletions.
 
-    The records stay within the capacity, and a tenant's records within its quota. The capacity is lower than that of
-    *files* while the disk is full. Blocks are encoded by *codec*. With *durability* COMMIT a put also syncs the
+    The records stay within the capacity, and a tenant's records within its quota. While the disk is full, the capacity
+    is lower than that of *files*. Blocks are encoded by *codec*. With *durability* COMMIT a put also syncs the
     payloads.
     """
 
@@ -221,7 +222,7 @@ class LmdbWriter:
                         full.evicted, self._untold = list(dict.fromkeys(self._untold)), []
                         raise full from error
                 raise
-            for blob in part:  # perhaps evicted by an earlier part, now back
+            for blob in part:  # an earlier part of this call may have evicted the key, which has a record again
                 evicted.pop(blob.key, None)
             evicted.update(dict.fromkeys(gone))
         return list(evicted)
@@ -327,7 +328,7 @@ class LmdbWriter:
         except OSError:
             with suppress(OSError):  # otherwise they stay, and may not survive a crash
                 self.delete(list(new))
-            self._untold += back  # returned when in doubt: the caller then expects too little on disk
+            self._untold += back  # in doubt, report them as evicted: a caller must not expect a record that is gone
             raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
@@ -362,8 +363,8 @@ class LmdbWriter:
     def _evict_for(self, group: Collection[Blob]) -> None:
         """Evict until *group* fits, in as many changes as needed.
 
-        Each change marks the group's records and parents again, because a mark lasts for one turn of CLOCK. So no
-        record is evicted to make room for its own child.
+        A mark makes eviction skip a record once, and is then lost. So each change marks the group's records and parents
+        again. Then no record is evicted to make room for its own child.
         """
         is_done = False
         while not is_done:
@@ -409,7 +410,10 @@ class LmdbWriter:
 
 
 def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
-    """Mark the records of *group* that exist, and the parents of the new blobs; return the new blobs."""
+    """Mark as recently used the records that *group* has already, and the parents of its new blobs.
+
+    Returns the new blobs, which are those without a record.
+    """
     new = [blob for blob in group if not change.mark(blob.key)]
     coming = {blob.key for blob in new}
     for blob in new:

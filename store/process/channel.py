@@ -109,7 +109,7 @@ class Mappings:
 
 
 class NoAnswer(Exception):
-    """Error raised if the other process has ended or timed out. Errors of the store are responses instead."""
+    """Error raised if the other process has ended or timed out. An error of the store is an ordinary response."""
 
     @property
     def is_no_reply(self) -> bool:

@@ -25,11 +25,11 @@ from kvtier.store.store_settings import StoreSettings
 
 NUM_WRITERS = 2  # concurrent calls that change something: one works, one gathers the next blocks
 NUM_READERS = 6
-TIMEOUT_S = 60.0  # for one call; a process that takes longer hangs, and is killed
+TIMEOUT_S = 60.0  # for one call; a process that takes longer counts as hanging and is killed
 # For `sys.setswitchinterval` in a client process that also computes in Python: every response waits this long for the
 # GIL. With Python's default of 5 ms, reads of 8 MiB next to a busy thread have a tenth of their speed.
 SWITCH_INTERVAL_S = 0.0005
-_PLACE_BYTES = 32 << 20  # of staging: the maximum that one change of the store puts, and large blocks
+_PLACE_BYTES = 32 << 20  # size of a staging buffer: as much as one change of the store puts at most
 _OPEN_TIMEOUT_S = 300.0  # opening may copy the index to shrink it
 _END_TIMEOUT_S = 5.0  # for a killed process to exit: takes milliseconds, unless it hangs in the kernel, on its disk
 
@@ -43,8 +43,8 @@ class StoreDied(OSError):
 class StoreProcess:
     """A `BlobStore` that runs an `LmdbStore` in a process of its own, which reads and writes *memories* directly.
 
-    - Python code that computes in this process delays no read or write of the store, nor the reverse. Next to a busy
-      thread every LMDB call would wait up to 5 ms for the GIL, so 64 puts would take 340 ms instead of 6.
+    - Python code that computes in this process does not delay the store, nor does the store delay that code. In one
+      process with a busy thread, every LMDB call would wait up to 5 ms for the GIL: 64 puts took 340 ms instead of 6.
     - A disk that fails under a mapped file ends the store's process, not this one. Calls in flight raise `StoreDied`
       (reads return `Fault.IO_ERROR`), and the next call starts another process. A process that hangs is killed after
       *timeout_s* without a response. A process whose caller was interrupted (Ctrl-C) is killed at once, because its
@@ -115,7 +115,7 @@ class StoreProcess:
 
     @property
     def why_ended(self) -> str:
-        """Reason why the last of these processes ended; empty if none has."""
+        """Reason why the last of the processes that `num_ended` counts ended; empty if there is none."""
         with self._lock:
             worker = self._worker
             is_last = worker is not None and worker.is_open and worker.has_ended
@@ -278,10 +278,11 @@ class StoreProcess:
     def _stage(
         self, views: Sequence[memoryview], pieces: list[Place | None], place: memoryview
     ) -> tuple[int, list[tuple[memoryview, memoryview]]]:
-        """Assign room in *place* to the *views* that have no piece, and enter it in *pieces*.
+        """Assign room in the staging buffer *place* to the *views* that are not in shared memory.
 
-        Returns how many of the views fit into one request, and the room and the view of each view that got room. A view
-        that is larger than *place* is sent over the socket.
+        Such a view has None in *pieces*, which is replaced by its room. Returns how many of the views fit into one
+        request, and the room and the view of each view that got room. A view that is larger than *place* is sent over
+        the socket.
         """
         staged: list[tuple[memoryview, memoryview]] = []
         max_bytes = place.nbytes
@@ -336,10 +337,10 @@ class _Worker:
         self.is_open = False
         self._has_ended = False
         self._why_ended: str | None = None
-        self._silence = ""  # if it was killed for its silence: the call that timed out
+        self._silence = ""  # describes the call that timed out while the process was computing, if one did
         self._is_crash_noted = False
         self._owner = settings.owner or os.getpid()
-        self.ended_walks: set[int] = set()  # walks that the process may forget
+        self.ended_walks: set[int] = set()  # walks (iterations over the store) that the process may forget
 
     def open(self, settings: StoreSettings) -> None:
         """Make the process open its store, by the first request. Raises what opening raises."""
@@ -393,7 +394,10 @@ class _Worker:
         return True
 
     def note_crash(self) -> None:
-        """Count a crash of the ended process in the boot mark. Does nothing without a crash or on a second call."""
+        """Count the process's crash, if it crashed, in the boot mark, the file with the state of the store's files.
+
+        A second call does nothing.
+        """
         how = self._silence or crashes.signal_of(self._process.returncode)
         if not how or self._is_crash_noted:
             return
@@ -402,7 +406,7 @@ class _Worker:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
             why = str(error)  # the error would keep this object, and its sockets open, in a handler that keeps records
-            _log.warning("store %s: its process ended with %s, which is not counted: %s", self._folder, how, why)
+            _log.warning("store %s: its process ended with %s, which could not be counted: %s", self._folder, how, why)
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d crashes in a row; after %d the store starts empty",

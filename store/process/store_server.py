@@ -30,7 +30,11 @@ _WATCH_S = 0.1
 
 
 class Walks:
-    """Iterations over the store, by number. They occupy no socket, so the client may pause for any time in between."""
+    """Walks: iterations over the store, by number.
+
+    Each request returns the next items of a walk, and the client may pause between requests for any time, because a
+    walk occupies no socket.
+    """
 
     def __init__(self, store: LmdbStore) -> None:
         self._store = store
@@ -137,9 +141,9 @@ def main() -> None:
 def _end_with_parent(parent: int) -> None:
     """End this process when *parent* ends.
 
-    A child that *parent* forked may keep *parent*'s ends of the sockets open.
+    Closed sockets do not always show that, because a child that *parent* forked may keep *parent*'s ends open.
     """
-    while os.getppid() == parent:  # PR_SET_PDEATHSIG fires when the starting thread ends
+    while os.getppid() == parent:  # not PR_SET_PDEATHSIG, which fires when the thread that started this process ends
         time.sleep(_WATCH_S)
     os._exit(0)
 

@@ -19,18 +19,19 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 
 T = TypeVar("T")
 
-_TAIL_BYTES = 32 << 10  # the request that looks for a segment also returns footers of up to 500 blocks
-_GAP_BYTES = 1 << 20  # limit on a gap between two values that is read along, to save a second request
+_TAIL_BYTES = 32 << 10  # of a segment's end that the request for the segment reads: the footer of up to 500 blocks
+_GAP_BYTES = 1 << 20  # if the gap between two values is at most this long, one request reads both values and the gap
 _TIMEOUTS_PER_CALL = 3
 _NAME_BYTES = 32
 
 
 class ObjectRemote:
-    """A `RemoteStore` in an object store. Runs of a chain are packed into segments, whose names follow from their keys.
+    """A `RemoteStore` in an object store, which keeps a run of consecutive blocks of a chain in one object, a segment.
 
-    Keys must commit to the keys before them, as block names do (DESIGN.md section 4). A record without a parent begins
-    a chain. The longer the run in one call, the fewer and larger the objects; `segment_names` cuts the run. A call may
-    look up chains of several groups of one prompt. A second chain of the same group is not recognized as such.
+    The name of a segment follows from the keys in it (`segment_names`), so a client that has the keys needs no list of
+    objects. Each key must determine the keys before it in its chain, as block names do (DESIGN.md section 4). A record
+    without a parent begins a chain. The longer the run in one call, the fewer and larger the objects. One call may look
+    up one chain for each attention group of a prompt; a second chain of a group would be taken for a part of the first.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
@@ -74,7 +75,7 @@ class ObjectRemote:
         return [record.key in done for record in records]
 
     def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """See `RemoteStore`. What earlier calls found is not requested again, so it may be gone since."""
+        """See `RemoteStore`. Keys that earlier calls found are not requested again, so their values may be gone."""
         call = self._call()
         places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
@@ -120,7 +121,7 @@ class ObjectRemote:
         return places
 
     def _learn(self, path: str, namespace: bytes) -> bool:
-        """Learn from its footer what the object at *path* holds. Returns False if there is no segment."""
+        """Read the footer of the object at *path*, and remember its entries. Returns False if there is no segment."""
         tail = self._bucket.read_tail(path, _TAIL_BYTES)
         num_bytes = footer_bytes(tail.data) if tail else None
         if tail is None or num_bytes is None or num_bytes > tail.object_bytes:
@@ -152,9 +153,9 @@ class ObjectRemote:
         return values
 
     def _read_span(self, span: "_Span") -> dict[bytes, memoryview | Fault]:
-        """Return the values of one object.
+        """Return the values of *span*, which one request reads.
 
-        If the object has been replaced, return only the values that are still in place, and learn the new footer.
+        If the object has been replaced, return only the values that are still in place, and read the new footer.
         """
         values: dict[bytes, memoryview | Fault] = {}
         with suppress(ObjectGone):
@@ -175,7 +176,7 @@ class ObjectRemote:
 
 
 def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
-    """Group *keys* by namespace and attention group, which enclose the block's name. Each group has a chain."""
+    """Group *keys* into one chain per namespace and attention group, the parts of a key around the block's name."""
     chains: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for key in dict.fromkeys(keys):
         chains[key[:NAMESPACE_BYTES] + key[NAMESPACE_BYTES + _NAME_BYTES :]].append(key)
@@ -197,7 +198,7 @@ class _Span(NamedTuple):
 
 
 def _spans(places: Iterable[Place]) -> list[_Span]:
-    """Group *places* into as few requests as possible. Gaps of up to `_GAP_BYTES` are read along."""
+    """Group *places* into as few requests as possible. A request also reads gaps of up to `_GAP_BYTES`."""
     by_object: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
     for place in places:
         by_object[place.path, place.tag].append(place)

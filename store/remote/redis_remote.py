@@ -20,8 +20,8 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 _NO_CLUSTER = "cluster support disabled"
 _NO_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 _RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots +asking"
-_GROUP_BYTES = 16 << 20  # of records put together, whose headers and payloads are joined in memory
-_MAX_TIMEOUTS = 2  # that a whole call may take
+_GROUP_BYTES = 16 << 20  # of records that are put together, because their headers and payloads are copied to be joined
+_MAX_TIMEOUTS = 2  # a whole call may take this many times `timeout_s`
 _SCANNED_AT_ONCE = b"1000"
 _GLOB = re.compile(rb"([*?\[\]\\^-])")
 
@@ -120,7 +120,10 @@ class RedisRemote:
         self.close()
 
     def _name(self, key: bytes) -> bytes:
-        """Return the server's key for *key*. The braces keep a record's parts in its slot, so one node has them all."""
+        """Return the server's key for *key*.
+
+        A cluster hashes only the text in braces, so a record and its parts are in one hash slot, on one node.
+        """
         return b"%b{%b}" % (self._prefix, key.hex().encode())
 
     def _deadline(self) -> float:
@@ -149,7 +152,7 @@ class RedisRemote:
         return RemoteUnavailable(describe(error, self.where, self._settings.prefix))
 
     def _whole(self, name: bytes, value: memoryview | Fault, until: float) -> memoryview | Fault:
-        """Return the record of which *value* is the whole or the first part."""
+        """Return the record that begins with *value*, after reading its other parts if it has any."""
         parts = None if isinstance(value, Fault) else Parts.parse_name(value)
         if isinstance(value, Fault) or parts is None:
             return value
@@ -171,10 +174,10 @@ class RedisRemote:
         ]
 
     def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
-        """Put a large record, its first part last: a reader finds all its parts or those of the previous record.
+        """Put a large record, its first part last, so that a reader finds all new parts or all previous ones.
 
-        Parts that no record needs afterwards are deleted: those of the previous record, or the new ones if not all of
-        them were accepted.
+        Afterwards the parts that no record needs are deleted: those of the previous record, or the new ones if not all
+        of them were accepted.
         """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
         parts, old = Parts.parse_name(first), Parts.parse_name(before) if isinstance(before, memoryview) else None

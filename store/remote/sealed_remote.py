@@ -16,7 +16,7 @@ class SealedRemote:
 
     Records have the same bytes as on disk: a header with a checksum over header and key, a payload by codec and cipher,
     and a digest. So a value under another block's key, half a value, or a value encrypted with another key is refused.
-    All methods are thread-safe. The store stays its caller's.
+    All methods are thread-safe. The caller closes *store*.
     """
 
     def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:

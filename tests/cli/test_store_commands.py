@@ -285,7 +285,7 @@ def test_check_says_that_the_accounting_is_wrong_where_every_record_is_fine(
     status, out, _ = run(capsys, "check", store, "--fix")
 
     assert status == 1
-    assert "ledger: 21 of 20 records" in out
+    assert "num_records is 21, recount 20" in out
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""BlockPool: the slots of one group in one tier, their leases, and the block in each slot."""
+"""BlockPool: the slots of one attention group in one tier, their leases, and the block in each slot."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +14,12 @@ from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
-MAX_IN_ONE = 3 << 13  # maximum slots of a pool with a single dict, which rehashes in a millisecond
-MAX_IN_ROW = 1 << 13  # names per dict in a larger pool
+MAX_IN_ONE = 3 << 13  # maximum slots of a pool with a single dict, which is rehashed in a millisecond
+MAX_IN_ROW = 1 << 13  # slots per dict in a larger pool
 NUM_BYTES = 256  # number of values of a name's first byte
 
 SlotsByName = dict[BlockName, int]
-FEW = 16  # minimum blocks per run for which looking up by runs is worthwhile
+FEW = 16  # minimum blocks per run (consecutive blocks of a prompt, see `Runs`) for which lookups by runs are faster
 
 
 class SlotIndex:
@@ -51,7 +51,7 @@ class SlotIndex:
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:
-        """Return the slot of the name, or None; None for an empty name."""
+        """Return the slot of the name; None if it has no slot, or if the name is empty."""
         return self._by_byte[name[0]].get(name) if name else None
 
     def get_all(self, names: Sequence[BlockName], absent: int) -> list[int]:
@@ -105,7 +105,8 @@ class BlockPool:
 
     A free slot is either *blank* or *cached*. Blank slots have no name and are reused first, last in first out. Cached
     slots hold a named block that stays findable until the slot is needed, and are evicted oldest first. If callers
-    release the tail of a chain first, the cache stays prefix-closed. At most one slot has a given name.
+    release the tail of a prefix first, a block is evicted only after the blocks that continue it. At most one slot has
+    a given name.
 
     The life of a slot, where `release` is the end of its last lease:
 
@@ -116,32 +117,36 @@ class BlockPool:
                               ^                                         |
                               +--- allocate, once no slot is blank -----+
 
-    A cached slot that is lent to a copy keeps its place in the order, but is not allocated before `put_back`.
+    A cached slot can be *lent* to a copy to a lower tier. It keeps its place in the eviction order, but is not evicted
+    before `put_back`.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_changes = 0  # version of the index; lookup results are valid while it stays the same
-        self.num_reserved = 0  # free slots reserved for promotions, which set it; `num_free` excludes them
+        self.num_reserved = 0  # free slots reserved for promotions, see `reserve`; `num_free` excludes them
         self._blank = list(range(num_slots - 1, -1, -1))
         self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
         self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots; only the pool modifies it
-        self._leases = array("i", bytes(4 * num_slots))
+        self._leases = array("i", bytes(4 * num_slots))  # [slot] number of leases
         self._copies = array("i", bytes(4 * num_slots))  # [slot] number of leases held by copies
         self._num_copies = 0  # sum of `_copies`
-        self._spots = self._runs.spots
+        self._spots = self._runs.spots  # [slot] the slot's spot: a number that says which block it holds, or NO_SPOT
         self._all_leases = view_of(self._leases)  # numpy view of the same memory
         self._all_copies = view_of(self._copies)
         self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
-        # By name: the slot that holds a block, or None, and whether the pool has none of some blocks.
+        # The following methods are those of the index and of the runs. Forwarding methods would make each call slower.
+        # `find(name)` returns the slot that holds the block, or None. `has_none(names)` returns whether none of the
+        # blocks is in the pool.
         self.find, self.has_none = self._slots.get, self._slots.has_none
-        # By slot: the block's name, the name of the block that it continues, and rows of consecutive blocks of a chain.
+        # `name(slot)` returns the name of the slot's block, and `parent(slot)` the name of the block that it continues;
+        # either may be None. `rows(slots)` returns the names of the slots' blocks, in rows of consecutive blocks.
         self.name, self.parent, self.rows = self._runs.name, self._runs.parent, self._runs.rows
 
     @property
     def num_free(self) -> int:
-        """Number of slots that `allocate` could return, with evictions. Negative while spills lease reserved slots."""
+        """Number of slots that `allocate` could return, with evictions. Negative while reserved slots are lent."""
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
@@ -191,7 +196,10 @@ class BlockPool:
         return named
 
     def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """Return for each slot a number that stays the same exactly as long as the slot holds the same named block."""
+        """Return each slot's spot: a number that stays the same as long as the slot holds the same named block.
+
+        A spot of another block, or NO_SPOT of a slot without a named block, is a different number.
+        """
         return self._all_spots[slots]
 
     def is_free(self, slot: int) -> bool:
@@ -201,6 +209,14 @@ class BlockPool:
     def num_leased(self, slots: npt.NDArray[np.integer[Any]]) -> int:
         """Return how many of the slots are leased."""
         return int(np.count_nonzero(self._all_leases[slots]))
+
+    def reserve(self, num_slots: int) -> None:
+        """Reserve any *num_slots* of the free slots until `unreserve`; `num_free` excludes them."""
+        self.num_reserved += num_slots
+
+    def unreserve(self, num_slots: int) -> None:
+        """End the reservation of *num_slots* slots."""
+        self.num_reserved -= num_slots
 
     def allocate(self, num_slots: int) -> list[int] | None:
         """Lease *num_slots* slots: blank ones first, then the oldest cached ones, whose blocks are evicted.
@@ -238,7 +254,7 @@ class BlockPool:
         self._all_leases[slots] = 1
 
     def lease(self, slots: Slots) -> None:
-        """Add a lease to each slot. Each slot must be leased or hold a named block. Cached slots leave the order."""
+        """Add a lease to each slot, which must not be blank. Cached slots leave the eviction order."""
         if len(slots) < MANY:
             leases, any_copies = self._leases, self._num_copies
             cached: list[int] | None = None
@@ -246,7 +262,7 @@ class BlockPool:
                 count = leases[slot]
                 if not count or any_copies:  # otherwise the slot has no place in the order
                     assert count or self._spots[slot] != NO_SPOT, f"slot {slot} is blank: there is nothing to lease"
-                    cached = cached or []  # created lazily: a list takes 4% of the time for one blank slot
+                    cached = cached or []  # created only if needed, because this takes 4% of a call's time
                     cached.append(slot)
                 leases[slot] = count + 1
             if cached:
@@ -273,7 +289,7 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if spots[slot] != NO_SPOT:
-                    cached = cached or []  # created lazily: a list takes 4% of the time for one blank slot
+                    cached = cached or []  # created only if needed, because this takes 4% of a call's time
                     cached.append(slot)
                 elif not left:
                     blank.append(slot)
@@ -299,15 +315,15 @@ class BlockPool:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:
-        """Make the cached blocks among these the most recent. Among themselves, the first one is evicted first."""
+        """Make the cached blocks in these slots the most recent. Of them, the first one is evicted first."""
         self.lease(slots)
         self.release(slots)
 
     def lend(self, slots: Slots) -> None:
-        """Lend the slots to a copy, which leases them. Cached slots keep their place in the order, but are not evicted.
+        """Lend the slots to a copy: lease them for it, but leave cached slots at their places in the eviction order.
 
-        A slot that a request leases too gets its place when the request's lease ends, even if the copy is still
-        running.
+        The slots are not evicted before `put_back`. A slot that a request leases too gets its place in the order when
+        the request's lease ends, even if the copy is still running.
         """
         ids = np.asarray(slots, np.intp)
         self.order.lend(ids[self._all_leases[ids] == 0])
@@ -316,7 +332,7 @@ class BlockPool:
         self._all_copies[ids] += 1
 
     def put_back(self, slots: Slots) -> None:
-        """Release the leases of a copy on these slots."""
+        """Release the leases of a copy on these slots, which were lent to it."""
         ids = np.asarray(slots, np.intp)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
@@ -328,10 +344,10 @@ class BlockPool:
         self._blank += free[~is_cached].tolist()
 
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
-        """Give the blocks in leased slots *names* from *start* on, and return the indices of the slots not named.
+        """Name the blocks in leased slots: the first one gets `names[start]`, the second `names[start + 1]`, and so on.
 
-        A slot gets no name if another slot already has it. Pass the chain's list of all names, which may only grow,
-        because lookups of consecutive blocks of one list are fastest.
+        Returns the indices of the slots that got no name, because another slot already has it. Pass the chain's list of
+        all names, which may only grow, because lookups of consecutive blocks of one list are fastest.
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)

@@ -1,4 +1,7 @@
-"""EvictionOrder: the slots whose blocks may be evicted, in the order in which they were freed."""
+"""EvictionOrder: the slots whose blocks may be evicted, in the order in which they were freed.
+
+`Runs` stores which block is in each slot.
+"""
 
 import mmap
 from array import array
@@ -13,29 +16,30 @@ from kvtier.tiers.device.slot_ids import MANY, NOTHING, Ids, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 STEP_BYTES = 1 << 20  # growth step of an array of at least this size
-BACK_BYTES = 4 << 20  # memory freed per step, which takes a fifth of a millisecond
+BACK_BYTES = 4 << 20  # bytes freed per call of `give_back`, which takes a fifth of a millisecond
+# A spot is a number that says which block a slot holds: its run (consecutive blocks of a prompt) and its place there.
 NO_SPOT = -1  # the spot of a slot without a named block
 ALONE = -2  # spots from here downwards belong to slots whose named block is in no run
-PLACE_BITS = 32
-PLACES = (1 << PLACE_BITS) - 1
+PLACE_BITS = 32  # low bits of a spot, which hold the place; the bits above hold the run's id
+PLACES = (1 << PLACE_BITS) - 1  # mask of these bits
 PIECE = 256  # names compared at once
 SHARE = 4  # a run with less than 1/SHARE of its blocks left drops the names of its tail
 NO_PLACE = -1  # the place of a slot that is not in the order
-FEW = 16
+FEW = 16  # minimum number of slots examined at the eviction end
 SWEPT = 2  # entries swept per appended entry, so that the order grows by at most half during a sweep
-MAX_PLACES = 1 << 30
+MAX_PLACES = 1 << 30  # beyond this number, places are counted from 0 again, before 32 bits overflow
 LOOKED_AHEAD = 16  # slots examined at the eviction end per slot wanted now
-MAX_LOOKED_AT = 1024
+MAX_LOOKED_AT = 1024  # limit on the slots examined at the eviction end, unless more are wanted now
 
 
 class GrowingRows:
     """A growable array of rows of *width* numbers, initially zero, in memory that the kernel resizes with mremap.
 
     Growing by a step takes 5 µs at any size, because the kernel moves page tables; numpy arrays, lists and sets would
-    copy their whole content. Freeing 600 MB at once takes 27 ms.
+    copy their whole content. `give_back` frees the memory in steps, because freeing 600 MB at once takes 27 ms.
 
-    *all* is a numpy view of the rows, *items* a view of the single numbers, and *memory* the raw bytes. Do not keep
-    views while the array grows or is given back, because that raises BufferError.
+    *all* is a numpy view of the rows, *items* a view of the single numbers, and *memory* the raw bytes. Callers must
+    not keep these views: growing or freeing the memory raises BufferError while another view exists.
     """
 
     def __init__(self, dtype: npt.DTypeLike, width: int) -> None:
@@ -54,7 +58,10 @@ class GrowingRows:
             self._resize(-(-num_bytes // step_bytes) * step_bytes)
 
     def drop(self, num_rows: int, num_kept: int) -> None:
-        """Drop the first *num_rows* rows and move the next *num_kept* to the front: 0.2 ms for a million numbers."""
+        """Drop the first *num_rows* rows and move the next *num_kept* to the front.
+
+        Takes 0.2 ms for a million numbers.
+        """
         self.memory.move(0, num_rows * self._row_bytes, num_kept * self._row_bytes)
 
     def give_back(self) -> bool:
@@ -87,18 +94,22 @@ class GrowingRows:
 
 @dataclass(slots=True)
 class Run:
-    """Consecutive blocks of a chain, from block *first* on. *names* is the chain's list of names, which only grows."""
+    """Consecutive blocks of a prompt (a chain), from block *first* on.
+
+    *names* is the list of the names of all blocks of the chain, which only grows.
+    """
 
     names: Sequence[BlockName]
     first: int
-    slots: "array[int]"
+    slots: "array[int]"  # [place in the run] slot that the block was put in
     num_left: int = 0  # number of blocks that are still in their slots
 
 
 class Span(NamedTuple):
-    """Consecutive blocks of one run in descending order: the requested slots *start* to *end* - 1.
+    """The part *start* to *end* - 1 of a list of slots, with consecutive blocks of one run, the last block first.
 
-    *place* is the first block's place in the run. A block in no run is its own span, with the run NO_SPOT.
+    *place* is the place in the run of the block in the part's first slot. A block in no run has a span of its own, with
+    *run_id* NO_SPOT.
     """
 
     start: int
@@ -108,7 +119,10 @@ class Span(NamedTuple):
 
 
 class NamedSpan(NamedTuple):
-    """The names of the blocks of a `Span`. *parent* is the name of the block that the row continues, if known."""
+    """A row: the names of the consecutive blocks of a `Span`, the last block first.
+
+    *parent* is the name of the block that these blocks continue; None if there is none or it is unknown.
+    """
 
     start: int
     end: int
@@ -117,14 +131,15 @@ class NamedSpan(NamedTuple):
 
 
 class Runs:
-    """The block in each slot, stored as runs of consecutive blocks. Speeds up lookups in the pool's index by name.
+    """The block in each slot. Consecutive blocks of a prompt form a *run*, which makes lookups of many names faster.
 
     A dict lookup costs one to three CPU cache misses per name: 43 ns in a pool of 10,000 slots and 230 ns in a pool of
-    a million. Names and slots of a run are adjacent in memory: 11 and 14 ns. A request that is named chunk by chunk
-    forms one run.
+    a million. A lookup in a run takes 11 and 14 ns, because its names and slots are adjacent in memory. The blocks of a
+    request that is named chunk by chunk form one run.
 
-    A slot's *spot* combines its run and its place in the run in one number. So the spots of consecutive blocks are
-    consecutive numbers, and one numpy call writes, compares or clears all of them, which is fast for chunks of 32.
+    A slot's *spot* combines the run of its block and the block's place in the run in one number. So the spots of
+    consecutive blocks are consecutive numbers, and one numpy call writes, compares or clears all of them. This is fast
+    even for chunks of only 32 blocks.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -139,7 +154,10 @@ class Runs:
     def add(
         self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
-        """Record that these slots were given *names* from *start* on. Slot *before* holds the preceding block."""
+        """Record that the blocks in these slots got *names* from *start* on.
+
+        *before* is the slot of the preceding block; None if it is not in the pool.
+        """
         run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
         run = self._runs.get(run_id)
         if run is None or run.names is not names or run.first + len(run.slots) != start:
@@ -157,13 +175,13 @@ class Runs:
         run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
-        """Record that the slot was given a name outside any run."""
+        """Record that the block in this slot got a name, without making it a part of a run."""
         self.spots[slot] = self._next_alone
         self._next_alone -= 1
         self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
-        """Remove the blocks in these slots, and return their names, run by run, then those of blocks in no run."""
+        """Remove the blocks in these slots, and return their names: first run by run, then of the blocks in no run."""
         if not len(slots):
             return []
         spots = self._all_spots[slots]
@@ -195,7 +213,7 @@ class Runs:
         ]
 
     def rows(self, slots: npt.NDArray[np.intp]) -> list[NamedSpan]:
-        """Return the same pieces as `spans`, with the blocks' names."""
+        """Split the slots in the same way as `spans`, and return the names of the blocks in each part."""
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
@@ -231,7 +249,10 @@ class Runs:
         return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
-        """Return the name of the block that the slot's block continues; None if it is the first, or in no run."""
+        """Return the name of the block that the slot's block continues; None if there is none, or if it is unknown.
+
+        It is unknown if the slot's block is in no run.
+        """
         spot = self.spots[slot]
         if spot < 0:
             return None
@@ -240,7 +261,10 @@ class Runs:
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
-        """Return the slots of *names* from *start* on that are in one run, given the *slot* of the first."""
+        """Return the slots of as many *names* from *start* on as are in one run and still in their slots.
+
+        *slot* is the slot of the first of these names. The result is empty if its block is in no run.
+        """
         spot = self.spots[slot]
         if spot < 0:
             return np.empty(0, np.int32)
@@ -304,9 +328,9 @@ class Runs:
 
 @dataclass(slots=True)
 class Front:
-    """The next slots to evict, determined once for many evictions.
+    """The next slots to evict, *ids*, determined once for many evictions.
 
-    *begin* is the place of the first slot in the order. *spans* are the spans of the slots' blocks.
+    *begin* is the place of the first of them in the eviction order. *spans* are the spans of their blocks.
     """
 
     begin: int
@@ -315,7 +339,10 @@ class Front:
     next_span: int = 0  # index of the first span that was not removed
 
     def take(self, start: int, end: int) -> list[Span]:
-        """Remove the spans between these places, or parts of them, and return the removed spans."""
+        """Return the spans of the slots *start* to *end* - 1 of *ids*, and count them as removed.
+
+        A span that reaches beyond these slots is cut. Each call must start where the previous one ended, or later.
+        """
         taken = []
         while start < end:
             span = self.spans[self.next_span]
@@ -329,10 +356,10 @@ class Front:
 
 @dataclass(slots=True)
 class Sweep:
-    """Progress of a compaction of the order, from the end to the front.
+    """Progress of a compaction of the eviction order, which works from the end to the front.
 
-    The valid entries from place *read* on have been moved to the places from *written* on. No entry between *read* and
-    *written* is valid.
+    The valid entries from place *read* on have been moved to the places from *written* on. The entries between *read*
+    and *written* form a gap: none of them is valid.
     """
 
     read: int
@@ -340,21 +367,24 @@ class Sweep:
 
 
 class EvictionOrder:
-    """A queue of distinct slots, of which the first is evicted next. Lent slots are skipped. Owned by its pool.
+    """A queue of distinct slots, of which the first is evicted next. Owned by its pool.
 
-    An entry is valid only if `_places` points to it and it is not before the head. So removing a slot needs no search:
-    its entry just becomes invalid. Many slots are handled by numpy calls, and single slots by array accesses, which are
-    as fast as those of a list. Once there are as many invalid entries as slots, each call moves some of the valid
-    entries towards the end (`Sweep`), until the space of the invalid ones can be dropped.
+    Slots that are *lent* to a copy stay in the order, but are skipped.
+
+    Appending a slot adds an entry to the queue. The entry's number is the slot's *place*, which `_places` records. An
+    entry is valid only if `_places` still has its number for the slot, and if it is not before the head. So removing a
+    slot needs no search: its entry just becomes invalid. Many slots are handled by numpy calls, and single slots by
+    array accesses, which are as fast as those of a list. Once there are as many invalid entries as slots, each call
+    moves some of the valid entries towards the end (`Sweep`), until the space of the invalid ones can be dropped.
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
         """Create an empty order. *runs* holds the blocks of the slots."""
         self.num_slots = 0  # slots in the order, including lent ones
-        self.num_lent = 0
-        self.num_departures = 0  # slots that have left the order since the start
+        self.num_lent = 0  # slots in the order that are lent to a copy
+        self.num_departures = 0  # how many times a slot has left the order since the start
         self._runs = runs
-        self._places = array("i", [NO_PLACE]) * num_slots
+        self._places = array("i", [NO_PLACE]) * num_slots  # [slot]
         self._all_places = view_of(self._places)
         self._is_lent = np.zeros(num_slots, np.bool_)
         self._rows = GrowingRows(np.int32, 1)  # the entries: slots in the order in which they were freed
@@ -421,7 +451,7 @@ class EvictionOrder:
         return was_here
 
     def lend(self, ids: Ids) -> None:
-        """Skip these slots of the order until `put_back`; they keep their places."""
+        """Lend these slots of the order to a copy: skip them until `put_back`. They keep their places."""
         assert self.holds(ids).all(), "a slot is blank: there is nothing to copy"
         self._leave_front(ids)
         self._is_lent[ids] = True
@@ -437,7 +467,7 @@ class EvictionOrder:
         return self._all_places[ids] >= self._head
 
     def place(self, slot: int) -> int | None:
-        """Return the slot's place in the order, of which the lowest is evicted first; None if the slot has none."""
+        """Return the slot's place in the order; the lowest place is evicted first. None if the slot is not in it."""
         return self._places[slot] + self._num_recounted if self._places[slot] >= self._head else None
 
     def newest(self) -> int | None:
@@ -477,7 +507,7 @@ class EvictionOrder:
         return spans
 
     def oldest(self, window: int) -> Ids:
-        """Return the first *window* slots of the order, without the lent ones among them."""
+        """Return the slots that are evicted next: the first *window* slots of the order, without lent ones."""
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
         if self._end - start == self.num_slots:  # every entry from the head on is valid
@@ -496,10 +526,10 @@ class EvictionOrder:
         return oldest[~self._is_lent[oldest]] if self.num_lent else oldest
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
-        """Return the slots among *limit* entries from entry *start* on, without lent ones, and the next entry's number.
+        """Return the slots of *limit* entries from number *start* on, without lent ones, and the next entry's number.
 
-        The next entry's number is None at the end. It may be kept for a later call, because entries only move towards
-        the end without changing their order, and because the numbers stay valid when places are recounted.
+        That number is None at the end. It may be kept for a later call, because entries only move towards the end
+        without changing their order, and because the numbers stay valid when places are counted from 0 again.
         """
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)
@@ -545,14 +575,14 @@ class EvictionOrder:
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        """End the front before the first of these slots, which leave the order or are lent."""
+        """Cut `_front` before the first of these slots, because they leave the order or are lent."""
         if len(ids) and self._head < self._front_end:
             self._front_end = min(self._front_end, int(self._all_places[ids].min()))
 
     def _tidy(self, num_entries: int) -> None:
-        """Continue a sweep if there are many entries, and move the head past invalid entries.
+        """Continue the sweep if there are many entries, and move the head past invalid entries.
 
-        Examines at most *num_entries* entries for each of the two.
+        Each of these two steps examines at most *num_entries* entries.
         """
         if self._end - self._before > self._max_entries:
             self._sweep_some(num_entries)
@@ -563,7 +593,7 @@ class EvictionOrder:
             self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
 
     def _sweep_some(self, num_entries: int) -> None:
-        """Move the valid ones of the next *num_entries* entries towards the end; finally drop the gap before them."""
+        """Move the valid ones of the next *num_entries* entries towards the end; if none is left, drop the gap."""
         sweep = self._sweep
         if sweep is None:
             self._recount()
@@ -583,12 +613,12 @@ class EvictionOrder:
             self._sweep = None
 
     def _past_gap(self, place: int) -> int:
-        """Return *place*, or the end of the gap if *place* is in the gap of a sweep."""
+        """Return *place*, or the end of the sweep's gap if *place* is in it."""
         sweep = self._sweep
         return place if sweep is None or not sweep.read <= place < sweep.written else sweep.written
 
     def _recount(self) -> None:
-        """Lower all places so that they start at 0 again, long before they overflow."""
+        """Lower all places so that they start at 0 again, if they are beyond `MAX_PLACES`."""
         if self._before > MAX_PLACES:
             np.maximum(self._all_places - self._before, NO_PLACE, out=self._all_places)
             self._head -= self._before

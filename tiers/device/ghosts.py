@@ -1,4 +1,4 @@
-"""Ghosts: a record of lost blocks, with the tier, cause and time, to tell "evicted" from "never seen"."""
+"""Ghosts: a record of lost blocks, which tells a miss of an evicted block from a miss of a block never seen."""
 
 from array import array
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ class Ghost(NamedTuple):
 class Ghosts:
     """A ring buffer of the last *num_names* lost blocks, identified by the first 64 bits of their names.
 
-    A collision of these bits leads only to a wrong statistic. The whole ring is searched once per request. A set or
-    dict would be faster to search, but would make every eviction three to five times as expensive and keep the names.
-    Small numbers of names are collected and added to the ring together. All names have the same length.
+    If two blocks have these bits in common, only a statistic is wrong. A search scans the whole ring, once per request.
+    A set or dict would be faster to search, but would keep the names in memory and make every eviction three to five
+    times as expensive. Small numbers of names are collected and added to the ring together. All names have the same
+    length.
     """
 
     def __init__(self, num_names: int) -> None:
@@ -70,9 +71,9 @@ class Ghosts:
         return self._ghost(self._newest(places)) if len(places) else None
 
     def find_all(self, names: Sequence[BlockName], before: float = float("inf")) -> list[Ghost | None]:
-        """Return for each block its last loss before the time *before*.
+        """Return for each block its last loss before the time *before*; None if no such loss is remembered.
 
-        Takes milliseconds; for many blocks this is less than calling `find` for each.
+        Takes milliseconds, which for many blocks is less than a call of `find` for each of them.
         """
         self._take_in()
         wanted = np.frombuffer(b"".join(name[:8] for name in names), np.uint64)

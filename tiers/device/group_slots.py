@@ -1,4 +1,7 @@
-"""GroupSlots: one group's slots on the device or in host memory, with dirty marks and eviction statistics."""
+"""GroupSlots: one attention group's slots on the device or in host memory, with dirty marks and eviction statistics.
+
+A slot is *dirty* while its block has yet to be copied to a lower tier, and otherwise *clean*.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +19,12 @@ from kvtier.tiers.naming.tier import EvictionCause
 
 # A tier should hold about ten minutes of new KV (trace study), so the buckets are finest around that.
 AGES_S = (1, 5, 15, 30, 60, 120, 300, 450, 600, 900, 1200, 1800, 3600, 7200, 21600, 86400)
-EVERY_S = 0.25
+EVERY_S = 0.25  # time between two markers of `EvictionAges`; doubled whenever there are too many markers
 MAX_MARKERS = 4096
 NO_AGES = Histogram(AGES_S).statistics()
-MAX_ENTRIES = 4  # queue entries per slot; when the queue is longer, its oldest pieces are compacted
-CLEAN = 0
-NO_SPOT = -1
+MAX_ENTRIES = 4  # queue entries of `DirtyMarks` per slot; when the queue is longer, its oldest pieces are compacted
+CLEAN = 0  # the mark of a slot that is not marked
+NO_SPOT = -1  # not a spot: the number that identifies the named block in a slot, see `BlockPool.spots`
 
 OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
 """Eviction callback: called with the slots, the names of their blocks, the names of the dirty ones, and the cause."""
@@ -47,7 +50,10 @@ class SlotOwners:
 
 
 class Marker(NamedTuple):
-    """The slot that was freed last at the time *since*, with its place in the eviction order and its block's spot."""
+    """The slot that was freed last at the time *since*, with its place in the eviction order.
+
+    *spot* identifies the block that the slot held then, see `BlockPool.spots`.
+    """
 
     slot: int
     place: int
@@ -75,7 +81,8 @@ class EvictionAges:
     def look(self, num_evicted: int, now: float) -> None:
         """Count the evictions since the last call, and set a new marker.
 
-        *num_evicted* is the total since the start. Call this often; most calls return at once.
+        *num_evicted* is the number of evictions since the start, and *now* is the time in seconds. Call this often;
+        most calls return at once.
         """
         if now < self._next_at:
             return
@@ -114,10 +121,10 @@ class EvictionAges:
 
 
 class DirtyMarks:
-    """A set of marked slots that remembers the order in which they were marked.
+    """The set of dirty slots, which are *marked*. It remembers the order in which they were marked.
 
-    The queue consists of numbered pieces, and a slot's mark is the number of the piece that contains it. So removing a
-    mark needs no search: a queue entry whose slot has another mark is skipped.
+    A queue holds the marked slots. It consists of numbered pieces, and a slot's mark is the number of the piece that
+    contains it. So removing a mark needs no search: a queue entry whose slot has another mark is skipped.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -199,7 +206,7 @@ class DirtyMarks:
 
 
 class GroupSlots:
-    """A pool of slots in which slots are *dirty* if their block has no copy below. Owned by the cache's thread."""
+    """A pool of slots that knows which slots are dirty, and evicts clean blocks first. Owned by the cache's thread."""
 
     def __init__(self, num_slots: int, is_spilled: bool, on_forgotten: OnForgotten) -> None:
         """Create blank slots. *is_spilled* says whether there is a tier below; without one, no slot is ever dirty."""
@@ -207,7 +214,7 @@ class GroupSlots:
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
         self.num_lost = 0  # number of calls that reported lost copies
-        # [slot] spot of the block whose copy was evicted below; see `on_evicted_below`.
+        # [slot] spot of a block whose copy below was evicted on purpose, see `on_evicted_below`; NO_SPOT for others.
         self._pushed_out: npt.NDArray[np.int64] | None = None
         self.num_evicted = 0  # blocks evicted since the start
         self._evicted = dict.fromkeys(EvictionCause, 0)
@@ -238,9 +245,10 @@ class GroupSlots:
             self._pushed_out[slots] = self.pool.spots(slots)
 
     def uncopied(self, limit: int | None = None) -> Ids:
-        """Return up to *limit* dirty slots in the order of marking, without blocks that were evicted below before.
+        """Return up to *limit* dirty slots (None: all) in the order in which they became dirty.
 
-        Copying such blocks again would evict other blocks below.
+        Leaves out blocks whose copy the lower tiers have evicted on purpose, because copying these blocks again would
+        evict others there.
         """
         if self._pushed_out is None:
             return self.dirty.oldest(len(self.dirty) if limit is None else limit)
@@ -251,7 +259,8 @@ class GroupSlots:
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease *num_slots* slots, evicting clean blocks first; return None without any effect if too few are free.
 
-        A dirty block that must be evicted is dropped and counted. Never waits for a copy.
+        A dirty block is passed over for a clean one that comes at most *window* places later in the eviction order. A
+        dirty block that must be evicted is dropped and counted. Never waits for a copy.
         """
         pool = self.pool
         if num_slots > pool.num_blank:
@@ -265,14 +274,17 @@ class GroupSlots:
         return pool.allocate(num_slots)
 
     def take_clean(self, num_slots: int, window: int) -> list[int]:
-        """Lease up to *num_slots* slots without evicting any dirty block."""
+        """Lease up to *num_slots* slots without evicting any dirty block.
+
+        Of the oldest cached blocks, *window* more than the number of slots still needed are examined for clean ones.
+        """
         missing = num_slots - self.pool.num_blank
         if missing > 0:
             self.evict(self._oldest_clean(missing + window, missing), EvictionCause.ROOM)
         return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
 
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
-        """Return how many slots are blank, or clean and among the *window* oldest, and so could be taken now.
+        """Return how many slots could be taken now: blank ones, and clean ones among the *window* oldest cached ones.
 
         The slots *besides* are about to be leased and are ignored.
         """

@@ -12,12 +12,12 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 
 KEY_BYTES = 32  # length of a block name
 MAX_PENDING = 4096  # blocks added to the arrays at once, which takes a millisecond
-MAX_TRIED = 8  # maximum number of candidates
+MAX_TRIED = 8  # maximum number of blocks that a search returns
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Blocks *start* to *end* of a chain that are not in the arrays yet, and their slots."""
+    """Blocks *start* to *end* - 1 of a chain that are not in the arrays yet, and their slots."""
 
     chain: BlockChain
     start: int
@@ -26,10 +26,10 @@ class _Piece:
 
 
 class PartialMatches:
-    """A table of the key and the computed tokens of the block in each slot. The key identifies the block's prefix.
+    """A table with the key and the computed tokens of the block in each slot.
 
-    The caller that names a block must call `record`, `record_tail` or `forget`. Entries of slots without a named block
-    are out of date.
+    The key identifies the prefix that the block continues (`BlockChain.continued_key`). The caller that names a block
+    must call `record`, `record_tail` or `forget` for its slot. Entries of slots without a named block are out of date.
 
     The table consists of plain arrays that are searched as a whole, at half a nanosecond per slot. An index would cost
     every commit and every eviction more than the one search per request costs. Blocks are added many at a time, at the
@@ -71,12 +71,19 @@ class PartialMatches:
         self._first[slots] = 0
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
-        """Return whether the slot holds a partial block of *num_tokens* tokens, which a continuation would replace."""
+        """Return whether the slot holds a partial block of exactly *num_tokens* tokens.
+
+        A request that continues after all of them has a longer block, which replaces this one.
+        """
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
-        """Yield each slot whose block has its parent in the pool, with the parent's slot, except with extra keys."""
+        """Yield the slot of each block together with the slot of its parent, the block that it continues.
+
+        Leaves out blocks whose parent is not in the pool, and blocks with extra keys, because their key is not the name
+        of their parent.
+        """
         self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:

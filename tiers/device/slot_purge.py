@@ -15,7 +15,10 @@ COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 
 
 class SlotPurge:
-    """A purge that evicts the oldest blocks first, so tails before their parents. Leased and lent blocks stay."""
+    """A purge that evicts the oldest blocks first, so that a block is evicted before the blocks that it continues.
+
+    Blocks that a request leases and blocks that are lent to a copy stay.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Draining: copies every block down before the process ends."""
+"""Drain: copies all blocks to the lower tiers before the process ends."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,10 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 
 class Drain:
-    """Copies blocks down regardless of need, so that other processes find them. Owned by the cache's thread."""
+    """Copies all blocks to lower tiers, even if no slot is needed, so that other processes find them there.
+
+    Owned by the cache's thread.
+    """
 
     def __init__(
         self,
@@ -82,10 +85,10 @@ class Drain:
         return num_left
 
     def spill_rest(self) -> int:
-        """Start spilling all dirty blocks, leased or not, from the device to host memory and from there to disk.
+        """Start to copy dirty blocks (those without a copy below) from the device to host memory, and on to disk.
 
-        Call again for the rest. Returns the number of blocks that are left, including those in flight; 0 without lower
-        tiers.
+        Leased blocks are copied too. Each call starts some copies. Returns the number of blocks that are left,
+        including those in flight; 0 if there are no lower tiers.
         """
         if not all(self._lower.status.num_slots):
             return 0

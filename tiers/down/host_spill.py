@@ -15,12 +15,12 @@ from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_IN_BATCH = 128  # blocks; publishing them takes half a millisecond of the owner's thread
-MAX_WITH_DISK = 64  # the same with a disk, for which each block is looked up too
-MAX_STARTED = 256  # blocks per call; the rest follows in the next call
+MAX_IN_BATCH = 128  # blocks per batch; publishing them takes half a millisecond of the owner's thread
+MAX_WITH_DISK = 64  # the same limit with a disk, for which each block is looked up too
+MAX_STARTED = 256  # blocks started per call; the rest follows in the next call
 MAX_BEYOND = 64  # 1/64 of the device slots may be copied before they are due, for larger batches
-MAX_IN_FLIGHT = 16  # batches: one step's worth of large blocks
-BACK_OFF_S = 1.0  # pause after a failed copy from the device, which keeps serving
+MAX_IN_FLIGHT = 16  # batches per group: one engine step's worth of large blocks
+BACK_OFF_S = 1.0  # pause after a failed copy from the device, which keeps serving requests
 
 
 @dataclass(eq=False, slots=True)
@@ -34,19 +34,24 @@ class HostBatch(CopyBatch):
 
 @dataclass(frozen=True, slots=True)
 class CleanFront:
-    """Number of slots at a pool's eviction end that were clean or in flight at the last check."""
+    """The slots next to be evicted that were clean (copied below) or in flight at the last check.
+
+    As long as enough of them are left, no new check is needed.
+    """
 
     num_slots: int = 0
-    num_departures: int = 0  # departures from the order at the last check; later ones may be of these slots
+    # `EvictionOrder.num_departures` at the last check. The slots that have left the order since may be of these.
+    num_departures: int = 0
     num_lost: int = 0  # `GroupSlots.num_lost` at the last check; if it has grown, clean slots may be dirty again
 
 
 class HostSpill:
     """Copies device blocks to host memory shortly before they are evicted.
 
-    Only blocks among the oldest `CleanAhead.num_blocks` are copied. So a block that is used again before costs nothing,
-    and host memory holds blocks that the device does not. Callers that need copies sooner use `spill_all` and
-    `copy_down`. Owned by the cache's thread.
+    Only blocks in the *window* are copied: the oldest blocks, as many as `CleanAhead` says. So a block that is used
+    again before it gets there is not copied, and host memory mostly holds blocks that the device does not. Callers that
+    need copies sooner use `spill_all` and `copy_down`. A block is *dirty* until it has been copied, then *clean*. Owned
+    by the cache's thread.
     """
 
     def __init__(
@@ -73,10 +78,11 @@ class HostSpill:
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
     def spill(self, demand: Sequence[int]) -> None:
-        """Start the copies that are due. *demand* is the number of extra slots about to be taken, by group.
+        """Start the copies that are due: those of dirty blocks in the window, the slots that will be evicted next.
 
-        Half of the window is headroom, which is copied only while no promotion needs the bus. The window is limited to
-        the capacity below, because further blocks would only evict each other there.
+        *demand* is the number of slots about to be taken in addition, by attention group. While a promotion needs the
+        bus, the window is halved. Without a disk it is limited to the number of host slots, because more blocks would
+        only evict each other there.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
@@ -84,7 +90,7 @@ class HostSpill:
         for group, wanted in zip(self._groups, demand, strict=True):
             limit = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
             window = min(ahead + wanted + group.pool.num_reserved, limit)
-            # One batch before it is due, so that the next check finds a batch too.
+            # Copy up to a batch before it is due. So the window stays clean until a whole batch is due again.
             beyond = min(self._batch_blocks[group], group.pool.num_slots // MAX_BEYOND) if is_bus_free else 0
             self._clean(group, window, min(beyond, limit - window))
             short = ahead + wanted - group.pool.num_free
@@ -92,16 +98,16 @@ class HostSpill:
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
 
     def spill_all(self) -> None:
-        """Start copying the oldest blocks without a copy below, leased or not. Call again for the rest.
+        """Start to copy the blocks that have been dirty longest, leased or not. Call again for the rest.
 
-        Blocks that the lower tiers have evicted for lack of room are skipped. Otherwise lower tiers that are smaller
-        than the device would never stop copying.
+        Blocks that the lower tiers have evicted for lack of room are skipped. Otherwise, if the lower tiers are smaller
+        than the device, copying would never end.
         """
         for group in self._groups:
             self.copy_down(group, group.slots.uncopied(MAX_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
-        """Start copying the blocks in *slots* that have no copy below, leased or not, starting at the chain's front."""
+        """Start to copy the blocks in *slots* that have no copy below, leased or not. Prefixes must be front first."""
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
         ids = ids[np.isin(ids, self.copies.slots(group.pool), invert=True)]
@@ -131,9 +137,9 @@ class HostSpill:
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _clean(self, group: GroupTiers, window: int, beyond: int) -> None:
-        """Start copying the dirty blocks among the next *window* + *beyond* slots to evict.
+        """Start to copy the dirty blocks among the *window* + *beyond* slots that are evicted next.
 
-        Checks none of them if the *window* is known to be clean or in flight.
+        Does nothing if all blocks of the *window* are known to be clean or in flight.
         """
         known, num_lost = self._clean_fronts[group], group.slots.num_lost
         num_gone = group.pool.order.num_departures - known.num_departures
@@ -158,9 +164,9 @@ class HostSpill:
         return self.copies.max_blocks(group.pool, self._batch_blocks[group], num_lendable)
 
     def _start(self, group: GroupTiers, slots: Ids) -> bool:
-        """Start copying the blocks in *slots* as one batch, except for those that already have a copy below.
+        """Start to copy the blocks in *slots* as one batch, except for those that already have a copy below.
 
-        Returns False if not all were started: *slots* is empty, the host has too few slots, or the lane is full.
+        Returns False if *slots* is empty, the host has too few slots for all blocks, or the lane (copy queue) is full.
         """
         if not len(slots):
             return False

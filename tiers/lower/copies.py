@@ -1,4 +1,4 @@
-"""Copies down on one route, in batches, and their leases on the slots that they are copied from.
+"""Copies to a lower tier on one route, in batches, and their leases on the slots that they are copied from.
 
 `CleanAhead` determines how many blocks to copy before their slots are needed.
 """
@@ -17,11 +17,11 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20  # default size of a batch, per copier
 HUNG_COPY_S = 1.0  # after this long without progress, callers stop waiting for the slots of a copy
 RATE_MEMORY_S = 2.0  # time constant of the averaged allocation rate
 GRAIN_S = 0.02  # blocks allocated within this time count as allocated at once
-HEADROOM = 2.0  # times what is allocated while one spill is in flight
+HEADROOM = 2.0  # length of the window of `CleanAhead`, as a multiple of the blocks allocated during one copy
 
 
 def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes: int = BATCH_BYTES) -> int:
@@ -36,8 +36,8 @@ class CopyBatch:
     The batch holds a lease on each of *source_slots* until it ends.
     """
 
-    upper: BlockPool
-    rows: Sequence[NamedSpan]
+    upper: BlockPool  # the pool of the source slots
+    rows: Sequence[NamedSpan]  # the blocks, in rows of consecutive ones
     source_slots: Ids
     submitted_at: float  # monotonic seconds
     names: Sequence[BlockName] = field(init=False)
@@ -50,9 +50,9 @@ AnyBatch = TypeVar("AnyBatch", bound=CopyBatch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches in flight on one route, together with their leases on the source slots.
+    """The batches in flight on one route, together with their leases on the source slots, which are lent to them.
 
-    Bounds how much may be in flight, so that allocations always find free slots. Owned by the tiers' thread.
+    The number of blocks in flight is limited, so that allocations always find free slots. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Copies(Generic[AnyBatch]):
     def start(
         self, batch: AnyBatch, num_bytes: int, work: Callable[[], object], deliver: Callable[[Transfer], None]
     ) -> bool:
-        """Lease the batch's source slots and submit *work* to the route's lane.
+        """Lease the batch's source slots and submit *work* to the route's lane, the queue of its copies.
 
         Returns:
             False if the lane is full. The caller must then call `end` for the batch.
@@ -108,7 +108,7 @@ class Copies(Generic[AnyBatch]):
         return np.concatenate([NOTHING, *(batch.source_slots for batch in self.batches if batch.upper is upper)])
 
     def num_leases(self, upper: BlockPool) -> int:
-        """Return how many leases the batches hold on the pool."""
+        """Return how many leases the batches hold on slots of the pool."""
         return sum(len(batch.source_slots) for batch in self.batches if batch.upper is upper)
 
     def stalled_since(self, before: float) -> list[AnyBatch]:
@@ -131,7 +131,11 @@ class Copies(Generic[AnyBatch]):
 
 
 class CleanAhead:
-    """The length of a pool's clean-ahead window, from the measured allocation rate and spill time."""
+    """The length of a pool's window: how many of the blocks to be evicted next should be clean.
+
+    A block is clean once it has been copied to a lower tier. The length follows the measured allocation rate and the
+    measured time of a spill (a copy down).
+    """
 
     def __init__(self, min_blocks: int, max_blocks: int, clock: Callable[[], float]) -> None:
         self._minimum = min_blocks
@@ -161,7 +165,10 @@ class CleanAhead:
 
     @property
     def depth(self) -> int:
-        """Number of blocks that should be clean or free: the window, but at least the minimum even in a small pool."""
+        """Number of blocks that should be clean or free.
+
+        This is the length of the window, but at least the minimum, even in a small pool, whose window is shorter.
+        """
         return max(self._minimum, self.num_blocks)
 
     def _rate_now(self) -> float:

@@ -15,11 +15,11 @@ TOLD_AT_ONCE = 256  # buckets whose names make up one page of `pages`: about 900
 
 
 class DiskIndex:
-    """The names of the blocks on disk, by group; about 70 bytes per block.
+    """The names of the blocks on disk, by attention group. Takes about 70 bytes per block.
 
-    The owner reports every write and eviction. Blocks that were on disk before the index was created are loaded in
-    pages, newest first, so that the blocks most likely to be requested are known early. A block that is not known yet
-    counts as not on disk. No call takes longer because the index holds more names.
+    The owner reports every write and eviction. The names of blocks that were on disk before the index was created are
+    loaded in pages, newest first, so that the blocks most likely to be requested are known early. A block that is not
+    known yet counts as not on disk. No call takes longer because the index holds more names.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,10 @@ class DiskIndex:
         return next((block for block in blocks if block not in besides), None)
 
     def load(self, group_id: int, rows: Rows) -> list[BlockName]:
-        """Add a page of names that were on disk when it was read, and return the names that the index did not have."""
+        """Add a page of names, and return those that are new.
+
+        The blocks were on disk when the page was read. Blocks that were removed since then are left out.
+        """
         gone = self._gone.get(group_id)
         if gone is not None:
             rows = rows[~gone.holds(rows)]
@@ -95,7 +98,10 @@ class DiskIndex:
         return group_id in self._names and self._names[group_id].discard(name)
 
     def begin_again(self) -> None:
-        """Empty the index and load it again from the first page; `pop_forgotten` returns the names it had."""
+        """Empty the index, so that it can be loaded again from the first page.
+
+        From now on, `pop_forgotten` returns the names that the index had.
+        """
         for group_id, names in self._names.items():
             self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
         self._names.clear()
@@ -103,9 +109,10 @@ class DiskIndex:
         self.is_loaded = False
 
     def pages(self, group_id: int) -> Iterator[list[BlockName]]:
-        """Yield the group's names, a few hundred at a time: each name that stays in the index until the last page.
+        """Yield the group's names in pages of a few hundred.
 
-        Names may be added and removed meanwhile. If the index is emptied, no further page follows.
+        Names may be added and removed meanwhile. Every name that stays in the index until the last page is yielded. If
+        the index is emptied, no further page follows.
         """
         names = self._names.get(group_id)
         pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
@@ -126,16 +133,17 @@ class DiskIndex:
         return bool(self._past)
 
     def clear(self) -> None:
-        """Empty the index: nothing is on disk, and there is no page to load."""
+        """Empty the index, because no block is on disk. The index then counts as loaded."""
         self._let_go(self._names)
         self._let_go(self._gone)
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
     def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
-        """Return a group and some names it had before `begin_again`; None when there are no more.
+        """Return a group and some of the names that it had before `begin_again` or `empty`; None if none are left.
 
-        Each call also frees a part of their memory, because freeing 600 MB at once takes 30 ms.
+        The list of names may be empty. When all names of a group have been returned, each call frees a part of their
+        memory, because freeing 600 MB at once takes 30 ms.
         """
         if not self._past:
             return None

@@ -1,4 +1,7 @@
-"""Writes of host memory's blocks to disk, ahead of need, so that loads find clean host slots."""
+"""Writes of blocks from host memory to disk before their slots are needed, so that loads find clean host slots.
+
+A host slot is *dirty* while its block has yet to be written to disk, and otherwise *clean*.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +18,9 @@ from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_IN_BATCH = 64  # blocks: each is looked up before and after the write
+MAX_IN_BATCH = 64  # blocks per batch, because each is looked up before and after the write
 MAX_STARTED = 256  # blocks submitted per call; the next call continues
-MAX_IN_FLIGHT = 4  # batches: enough to keep the disk busy
+MAX_IN_FLIGHT = 4  # batches per group: enough to keep the disk busy
 
 
 @dataclass(eq=False, slots=True)
@@ -26,15 +29,16 @@ class DiskBatch(CopyBatch):
 
     group_id: int
     attempt: Attempt
-    # Names that the disk evicted for batches whose outcome was processed before this batch's. They may have been
-    # written before or after the eviction, so they count as no longer on disk.
+    # Blocks of this batch that, according to outcomes processed before this batch's, the disk has evicted. It is unknown
+    # whether the disk evicted them before or after this batch wrote them, so they count as no longer on disk.
     pushed_out: set[BlockName] = field(default_factory=set)
 
 
 class DiskSpill:
-    """The writer of all dirty blocks of host memory, oldest first: nearly all would be written in the end anyway.
+    """Writes all dirty blocks of host memory to disk, those first that have been dirty longest.
 
-    Owned by the tiers' thread.
+    It does not wait until a block's slot is needed, because nearly all blocks are written in the end anyway. Owned by
+    the tiers' thread.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class DiskSpill:
         windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
-        """Create a writer that reports the duration of each write to *windows*, by group."""
+        """Create a writer that reports the duration of each write to *windows*, by attention group."""
         self._index = index
         self._host = index.host
         self._disk = index.disk
@@ -66,7 +70,10 @@ class DiskSpill:
                 num_started += num_more
 
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
-        """Record in the batches in flight that these keys left the disk: writers' outcomes come in any order."""
+        """Record in all batches in flight other than *besides* that these keys have left the disk.
+
+        This is needed because the outcomes of writes may be processed in another order than that of the writes.
+        """
         others = [other for other in self.copies.batches if other is not besides]
         if others and keys:
             blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
@@ -111,7 +118,7 @@ class DiskSpill:
         return slots[~is_on_disk]
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
-        """Return the batch's work for the lane, which uses memory and values but no state of this object."""
+        """Return the batch's work for the lane. It uses only memory and plain values, no state of this object."""
         disk, memory = self._disk, self._memories[batch.group_id]
         digest_of = self._index.host_blocks[batch.group_id].digest
         blobs = [
@@ -133,7 +140,7 @@ class DiskSpill:
             cause = self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
-            # The batch leases its slots until it ends, so an evicted block's slot has not been given to another block.
+            # The batch leases its slots until it ends. So even if a block was evicted, no other block is in its slot.
             self._host[group_id].dirty.remove(batch.source_slots)
             there = [name for name in batch.names if name not in batch.pushed_out]
             if transfer.result.evicted:

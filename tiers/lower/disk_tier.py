@@ -1,4 +1,4 @@
-"""The disk tier: a blob store that holds blocks under one namespace. It counts faults and raises nothing upwards."""
+"""The disk tier: a blob store that holds blocks under one namespace, with an index in memory and circuit breakers."""
 
 import itertools
 import threading
@@ -33,10 +33,10 @@ from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import EvictionCause
 
-EVERY_S = 1.0
-MAX_MARKERS = 4096
+EVERY_S = 1.0  # time between two blocks that `DiskAges` samples; doubled whenever there are too many
+MAX_MARKERS = 4096  # maximum number of sampled blocks
 WORD_BYTES = 4
-PAGE_KEYS = 512  # keys of the index read at a time: costs a reader, then the owner, half a millisecond each
+PAGE_KEYS = 512  # keys of the index read at a time, which takes the reader and then the owner half a millisecond each
 
 
 class DiskAges:
@@ -89,21 +89,22 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The outcome of deleting records: their keys in *written*, and roughly how much less is stored in *num_bytes*."""
+    """The outcome of deleting records."""
 
-    written: Written
-    num_bytes: int
+    written: Written  # the keys of the records are those in `written.evicted`
+    num_bytes: int  # approximate size of the records
 
 
 class DiskTier:
     """The disk as the tiers see it: a `BlobStore` addressed by group and name, an index of it, and its health.
 
-    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Only lanes' threads use the store, by
-    `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`. All other methods belong to the owner
-    and do not block, except `clear`. While a circuit breaker is open, that side of the disk is not used.
+    A block's key is namespace (16 B) ‖ block name ‖ attention group's id (4 B, big endian). Only lanes' threads use the
+    store, by `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`. All other methods belong to
+    the owner and do not block, except `clear`. Reads and writes each have a circuit breaker, and are suspended while it
+    is open.
 
     The store may open later than the tier is created, and may be reopened with other content (see `IndexLoad`). While
-    it is not open, the tier has no blocks and accepts none.
+    the store is not open, the tier has no blocks and accepts none.
     """
 
     is_there = True
@@ -119,7 +120,8 @@ class DiskTier:
         """Create the tier over a store that may not be open yet.
 
         *written_bytes_per_day* limits writes, see `WriteBudget`. *opening* returns the number of the store's current
-        opening, 0 while it is not open. All threads call it, so it must not block.
+        opening, which grows each time the store is opened, and 0 while it is not open. All threads call *opening*, so
+        it must not block.
         """
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.clock = clock
@@ -127,22 +129,23 @@ class DiskTier:
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
         self.ages = DiskAges(clock)
-        # While it is not closed, no block counts as on disk; nor when half open, because no request waits for a probe.
+        # Blocks count as on disk only while this breaker is closed. While it is half-open, they do not, so that no
+        # request waits for a probe.
         self.reading = CircuitBreaker(clock)
         self.writing = CircuitBreaker(clock)
         self.latest = store.statistics()
         self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.recent_written_bytes)
         self.opening = opening
         self.num_cleared = 0  # blocks evicted on an operator's or caller's request
-        self.indexed_opening = 0  # the opening that the index reflects; 0: none
-        self._counted = 0  # the opening whose statistics were read last
-        self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
-        self.key = partial(block_key, namespace)  # returns the store's key of a block, given group and name
-        # Of any namespace; they raise what the store raises.
+        self.indexed_opening = 0  # number of the opening that the index reflects; 0: none
+        self._counted = 0  # number of the opening after which the store's statistics were read last
+        self.why_failed = {"read": "", "write": ""}  # the last error of reads and of writes, set by lanes' threads
+        self.key = partial(block_key, namespace)  # `key(group_id, name)` returns the store's key of a block
+        # These are methods of the store, for keys of any namespace. They raise what the store raises.
         self.touch, self.delete, self.walk = store.touch, store.delete, store.keys
         self._store = store
         self._namespace = namespace
-        self._counting = threading.Lock()  # makes a number and its statistics one step
+        self._counting = threading.Lock()  # held to draw a number and read statistics, so that both have the same order
         self._numbers = itertools.count(1)
         self._latest_number = 0
         self._walk: Iterator[bytes] | None = None
@@ -150,7 +153,8 @@ class DiskTier:
     def follow_opening(self) -> None:
         """Switch to the store's current opening: discard what was known of an earlier one and reload the index.
 
-        Bytes written to the store before this opening are charged to the budget, unless they already were.
+        Bytes that were recently written to the store before this opening are charged to the write budget, unless they
+        already were.
         """
         self.indexed_opening = self.opening()
         self.index.begin_again()
@@ -172,9 +176,10 @@ class DiskTier:
         return self.is_open and self.writing.allows()
 
     def on_written(self, written: Written) -> EvictionCause:
-        """Process the outcome of a batch, unless that of a later batch has been; return why its keys were evicted.
+        """Process the outcome of a write, and return why the store has evicted keys for it.
 
         The cause is the tenants' quotas if, according to the store's counts, all of the keys were evicted for quotas.
+        An outcome that is older than one already processed does not change the statistics and the budget.
         """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
         cause = EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
@@ -203,11 +208,14 @@ class DiskTier:
         return self.index.are_held(group_id, names) if self.reading.is_closed else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """Return how many of *names* come before the first for which `holds` is False."""
+        """Return how many of *names* come before the first one for which `holds` is False."""
         return self.index.num_held(group_id, names) if self.reading.is_closed else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read and verify each key's block into its memory, and return each block's digest or fault."""
+        """Read the block of each key into the memory at the same index of *blocks*, and verify it.
+
+        Returns each block's digest, or the fault because of which it could not be read.
+        """
         with self._errors_of("read"):
             return self._store.read_many(keys, blocks)
 
@@ -263,10 +271,10 @@ class DiskTier:
         self._walk = None
 
     def clear(self) -> bool:
-        """Delete every record of this namespace, without changing the index.
+        """Delete every record of this namespace from the store, without changing the index.
 
         Returns:
-            False if the store failed, in which case it may still have some of the records.
+            False if the store failed. It may then still have some of the records.
         """
         try:
             self._store.delete([key for key in self._store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
@@ -314,7 +322,10 @@ class DiskTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side for display. Any thread may assign it; no decision depends on it."""
+        """Keep the last error of a side ("read" or "write") for display, and let it propagate.
+
+        Any thread may set it, and no decision depends on it.
+        """
         try:
             yield
         except OSError as error:
@@ -323,7 +334,11 @@ class DiskTier:
 
 
 def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionCause, int]:
-    """Return records evicted since the store was created, by cause, plus those this process was asked to evict."""
+    """Return the number of evicted records by cause.
+
+    Those that the store evicted are counted since it was created. *num_cleared* is the number of those that this
+    process was asked to evict.
+    """
     counts = {
         EvictionCause.ROOM: store.evicted_total - store.quota_evicted_total,
         EvictionCause.QUOTA: store.quota_evicted_total,
@@ -333,7 +348,7 @@ def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionC
 
 
 class NoDisk(DiskTier):
-    """The disk tier of a configuration without a disk: one whose store never opens."""
+    """The disk tier of a configuration without a disk: its store never opens."""
 
     is_there = False
 
@@ -359,4 +374,7 @@ class DiskContent(Protocol):
         """Forget some blocks that were on disk before its store was reopened."""
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
-        """Offer all blocks above the disk to it, *num_at_once* per step, because its content may have changed."""
+        """Offer all blocks of warmer tiers to the disk, because its content may have changed.
+
+        Each step offers *num_at_once* blocks.
+        """

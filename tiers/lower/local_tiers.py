@@ -49,13 +49,14 @@ from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
-MIN_CLEAN_AHEAD = 32  # host blocks at the eviction end to keep clean before any rate has been measured
+MIN_CLEAN_AHEAD = 32  # minimum number of host blocks next to be evicted that should be clean (on disk, if there is one)
 
 
 class LocalFetch:
-    """Leases on blocks of one group in host memory, including blocks that are still being read; implements `Fetch`.
+    """Leases on blocks of one attention group in host memory; implements `Fetch`.
 
-    `read` starts reads of the blocks that are not in host memory. Owned by the tiers' thread.
+    `read` starts reads of the blocks that are not in host memory, which are leased when they have been read. Owned by
+    the tiers' thread.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class LocalFetch:
         on_come: Callable[["LocalFetch", int, Reason | None], None],
         on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """Lease the blocks that are in host memory: block i is in slot `slots[i]`, or nowhere there if that is ABSENT.
+        """Lease the blocks that are in host memory: block i is in slot `slots[i]`, unless that is ABSENT.
 
-        *on_fetched* is the callback of `LowerTiers.fetch`. *on_come* is called for each block whose read succeeded or
-        failed, *on_ended* when the fetch holds no leases and waits for no reads.
+        *on_fetched* is the callback of `LowerTiers.fetch`. *on_come* is called for each block whose read has succeeded
+        or failed. *on_ended* is called when the fetch holds no leases and waits for no reads.
         """
         self.group_id = group_id
         self.slots: Places = np.array(slots, np.int32)
@@ -84,7 +85,7 @@ class LocalFetch:
         self._cold_reads = cold_reads
         self._on_come = on_come
         self._on_ended = on_ended
-        self._reads: dict[int, BlockRead] = {}  # in flight, by place
+        self._reads: dict[int, BlockRead] = {}  # reads in flight, by the block's place (index) in the fetch
         self._were_read: dict[int, BlockRead] = {}  # blocks that were read and leased, by place
         there = slots[slots != ABSENT]
         self.num_leased = len(there)
@@ -96,7 +97,7 @@ class LocalFetch:
         return bool(self._reads)
 
     def read(self, now: bool) -> None:
-        """Start reads of the blocks that are not leased; *now* queues them ahead of all prefetches."""
+        """Start reads of the blocks that are not leased. If *now*, they are queued ahead of all prefetches."""
         places = np.flatnonzero(self.slots == ABSENT)
         self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
         if len(self._reads) < len(places):
@@ -117,7 +118,7 @@ class LocalFetch:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
-        """Record that a block will not come."""
+        """Record that the block at *place* will never be leased."""
         self.failures[place] = reason
         self._on_come(self, place, reason)
 
@@ -173,13 +174,14 @@ class LocalFetch:
 
 
 class Fetches:
-    """The fetches that hold a lease or wait for a read; any other fetch is over. Owned by the tiers' thread."""
+    """The fetches that have not ended: they hold a lease or wait for a read. Owned by the tiers' thread."""
 
     def __init__(self, index: LowerIndex, cold_reads: ColdReads) -> None:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
-        self.reading: set[LocalFetch] = set()  # fetches that wait for blocks wanted now
+        self.reading: set[LocalFetch] = set()  # fetches that wait for reads with priority NOW
+        # Blocks that were read or failed, to be reported by `deliver`: the fetch, the place in it, and the failure.
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
 
     def __iter__(self) -> Iterator[LocalFetch]:
@@ -348,7 +350,11 @@ class LocalHints(LowerHints):
         windows: Sequence[CleanAhead],
         unmet: list[int],
     ) -> None:
-        """Act on these parts. *unmet* counts, by group, slots that could not be reserved since the last spill."""
+        """Act on these parts of `LocalTiers`.
+
+        *windows*, by group, say how many of the host blocks next to be evicted should be clean (on disk). *unmet*
+        counts, by group, the slots that `LocalTiers.reserve` could not provide since the last spill.
+        """
         self._index = index
         self._disk_spill = disk_spill
         self._remote = remote
@@ -381,7 +387,7 @@ class LocalHints(LowerHints):
         self._unmet[:] = [0 for _ in self._unmet]
 
     def _is_roomy(self) -> bool:
-        """Return whether each pool can give a window plus its unmet slots without losing a block's last copy."""
+        """Return whether each group has enough blank or clean host slots: its window plus the unmet ones."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self._index.host, self._windows, self._unmet, strict=True)
@@ -447,7 +453,8 @@ class LocalTiers:
             groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), remote, quotas, events, spills
         )
         self._clock = clock
-        # At most a quarter of the pool: inside the window eviction skips dirty blocks, beyond it the order is strict.
+        # A window is the part of a pool's eviction order, from its front, in which evictions skip dirty blocks. Beyond
+        # the window, they follow the order strictly. So a window is at most a quarter of the pool.
         self._windows = [CleanAhead(MIN_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
         source, windows = DiskSource(self.index), self._windows
@@ -467,10 +474,10 @@ class LocalTiers:
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._clearing = RecordDeletion(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._cold_reads)
-        # The part of `LowerTiers` that the index and the fetches implement.
+        # These methods of `LowerTiers` are methods of the index and of the fetches.
         self.find, self.find_run, self.pop_lost = self.index.find, self.index.find_run, self.index.pop_lost
         self.fetch = self._fetches.begin
-        self._reserved = [0 for _ in memories]
+        self._reserved = [0 for _ in memories]  # number of slots leased by `reserve` and `withdraw`, by group
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not provide since the last `spill`
         self.hints = LocalHints(self.index, self._disk_spill, self._remote, self._fetches, windows, self._unmet)
         self.status = LocalStatus(
@@ -488,7 +495,7 @@ class LocalTiers:
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether `poll` has yet to report blocks that have left the disk."""
+        """Whether `poll` still has to report blocks that have left the disk."""
         return self.index.disk.index.is_forgetting
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
@@ -506,8 +513,8 @@ class LocalTiers:
         """Lease exactly these host slots, as `reserve` does, and evict the blocks in them.
 
         Returns:
-            False, with nothing changed, if any of the slots is leased, or holds a block that has no copy on disk yet
-            while the disk accepts writes.
+            Whether it was possible. If not, nothing has changed. It is impossible if any of the slots is leased. It is
+            also impossible if any of the blocks must still be copied to disk, unless the disk is failing.
         """
         host = self.index.host[group_id]
         is_needed = bool(host.pool.num_leased(slots)) or (
@@ -606,7 +613,10 @@ class LocalTiers:
         return LocalPurge(host, self._block_bytes, disk)
 
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
-        """Handle keys that the store has dropped for a *cause* other than a write by these tiers."""
+        """Record that the store has dropped the records of these keys, not because these tiers wrote to it.
+
+        *cause* is the reason, for example an operator's request or a write by other tiers that share the store.
+        """
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:
             self.index.disk.num_cleared += sum(self.index.disk.block_of(key) is not None for key in keys)
@@ -633,14 +643,15 @@ class LocalTiers:
     def time_out_reads(self, timeout_s: float) -> None:
         """Give up all reads, as `Fetch.time_out` does, if one has been in flight for *timeout_s*.
 
-        This is for callers that may wait for a fetch less long than for the disk: a long queue is not a hung disk.
+        Use this instead of `Fetch.time_out` if fetches have deadlines that may pass while their reads are only queued.
+        The disk is then slow, but does not hang.
         """
         self._cold_reads.time_out_late(timeout_s)
 
     def _publish_row(
         self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers
     ) -> Ids:
-        """Publish the blocks of one row and return the slots of those that no other slot holds."""
+        """Publish the consecutive blocks of one row, and return the slots of those that no other slot holds."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
         taken = self.index.add_chain_to_host(

@@ -46,7 +46,8 @@ class LowerIndex:
     ) -> None:
         """Create an empty index.
 
-        *num_slots* of host memory and *block_bytes* are by group. *quotas* limit the bytes of host memory, by tenant.
+        *num_slots* of host memory and *block_bytes* are by attention group. *quotas* limit the bytes of host memory, by
+        tenant.
         """
         self.host = [  # [group]
             GroupSlots(num, disk.is_there, partial(self._on_left_host, group_id))
@@ -59,9 +60,9 @@ class LowerIndex:
         self.quotas = HostQuotas(quotas, self.host, self.host_blocks, block_bytes)
         num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
-        self.epoch = 0  # see `LowerTiers`
+        self.epoch = 0  # see `LowerStatus.epoch`
         self._block_sizes = [group.block_size for group in groups]
-        self.forgets = [group.forgets for group in groups]
+        self.forgets = [group.forgets for group in groups]  # by group, whether it reads only recent blocks
         self._block_bytes = block_bytes
         self._events = events
         self.spills = spills
@@ -79,7 +80,7 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return where the first of the blocks are, up to the first that is nowhere."""
+        """Return the places of the blocks before the first one that is NOWHERE, see `LowerTiers.find_run`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -91,7 +92,10 @@ class LowerIndex:
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
     def are_remote(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """Return for each block, none of them in host memory, whether only the remote tier is known to have it."""
+        """Return for each block whether the remote tier is believed to have it and the disk is not known to.
+
+        None of the blocks may be in host memory.
+        """
         if self.remote is None:
             return np.zeros(len(names), np.bool_)
         return self.remote.are_held(group_id, names) & ~self.disk.are_held(group_id, names)
@@ -101,7 +105,7 @@ class LowerIndex:
         return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return, once, the blocks that have left the last of host memory and disk since the previous call."""
+        """Return the blocks that since the last call have become absent from both host memory and disk."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []
@@ -110,10 +114,11 @@ class LowerIndex:
     def add_chain_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
-        """Make blocks that arrived in leased host slots findable; return the places of those that another slot holds.
+        """Make blocks that arrived in leased host slots findable; return the indices of those that another slot holds.
 
-        *names* are consecutive in one chain. The blocks are those from *start* on; before them comes the first block's
-        parent, if that is known. *digests* of all blocks are concatenated, *tenants* are by number.
+        The blocks are consecutive in one chain. Their names are those in *names* from *start* on. *start* is 1 if
+        *names* begins with the name of the block before them, otherwise 0. *digests* are concatenated, and *tenants*
+        are given as numbers.
         """
         taken = self.host[group_id].pool.commit(slots, names, start)
         names = names[start:]
@@ -138,7 +143,7 @@ class LowerIndex:
         digests: Sequence[bytes],
         origin: Sequence[Origin],
     ) -> list[int]:
-        """Add blocks of any chains as `add_chain_to_host` does, and return the slots of the new ones."""
+        """Add blocks of any chains as `add_chain_to_host` does; return the slots of those that no other slot holds."""
         new: list[int] = []
         start = 0
         for end in range(1, len(slots) + 1):
@@ -158,7 +163,7 @@ class LowerIndex:
         return new
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
-        """Return parent and tenant of the block in a host slot.
+        """Return the parent (the block that it continues) and the tenant of the block in a host slot.
 
         In a group that forgets, the parent is None, because the block is usable without it.
         """
@@ -166,9 +171,9 @@ class LowerIndex:
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
-        """Mark host blocks dirty that should be written to disk: those not on disk that `Admission` admits.
+        """Mark those blocks in these host slots dirty (to be written to disk) that are not on disk and are admitted.
 
-        Call this when blocks arrive from the device and when they are used, tails first.
+        `Admission` decides. Call this when blocks arrive from the device and when they are used, tails first.
         """
         if not self.disk.is_there:
             return
@@ -194,10 +199,10 @@ class LowerIndex:
         evicted: Sequence[bytes],
         cause: EvictionCause = EvictionCause.ROOM,
     ) -> None:
-        """Record that blocks were written to disk and that the store evicted its oldest keys for a *cause*.
+        """Record that the blocks *names* were written to disk, and that the store evicted the keys *evicted*.
 
-        An evicted block that is in host memory is not written again, because otherwise a disk smaller than host memory
-        would be written to without end.
+        An evicted block that is in host memory is not written again. Otherwise, with a disk smaller than host memory,
+        writing would never end.
         """
         if names:
             self.disk.index.add(group_id, names)
@@ -215,9 +220,9 @@ class LowerIndex:
                 self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
-        """Record, with its *cause*, that the store has no valid record of a block that the index has on disk.
+        """Remove a block from the disk's index, because the store has no valid record of it for *cause*.
 
-        A copy of the block in host memory becomes dirty; without such a copy the block is lost.
+        If the block is in host memory, it becomes dirty, so that it is written again. Otherwise it is lost.
         """
         if self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
@@ -238,9 +243,9 @@ class LowerIndex:
                 self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
     def report_forgotten(self) -> None:
-        """Forget some blocks of the disk's earlier content, and report their removal.
+        """Forget some of the blocks that were on disk before its store was reopened, and emit events of their removal.
 
-        The content is that from before the store was reopened; blocks known to be on disk now are not reported.
+        No event is emitted for blocks that are known to be on disk now.
         """
         group_id, names = self.disk.index.pop_forgotten() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
@@ -261,9 +266,9 @@ class LowerIndex:
                 yield
 
     def report_disk_lost(self) -> None:
-        """Record that all blocks are about to leave the disk because a caller asked for it.
+        """Report the blocks that are only on disk as lost, because a caller is about to empty the disk.
 
-        At most `NUM_GHOSTS` of them are reported by name as lost, because no more are remembered.
+        At most `NUM_GHOSTS` blocks are reported, because no more are remembered.
         """
         num_left = NUM_GHOSTS
         for group_id, host in enumerate(self.host):
@@ -277,9 +282,9 @@ class LowerIndex:
                     return
 
     def clear(self) -> None:
-        """Evict every block of host memory after the disk was cleared, and report all as lost.
+        """Evict every block of host memory after the disk was cleared, and report all of these blocks as lost.
 
-        No event is sent, and no block may be leased.
+        Emits no events. No block may be leased.
         """
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
             names = host.clear()
@@ -304,7 +309,7 @@ class LowerIndex:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Update the books for blocks that can no longer be found in host memory; *names* are those of the slots."""
+        """Update counts, lost blocks and events after the blocks *names* have left the host slots *slots*."""
         self._uncount(group_id, slots)
         if not names:
             return
@@ -349,7 +354,7 @@ class LowerIndex:
 
 
 def _cause_of(fault: Fault) -> EvictionCause:
-    """Return why a block whose read failed is lost; a missing record was evicted unknown to this process."""
+    """Return why a block whose read failed is lost. A missing record was evicted without this process's knowledge."""
     match fault:
         case Fault.MISSING:
             return EvictionCause.ROOM

@@ -27,11 +27,11 @@ Places = npt.NDArray[np.int32]
 
 
 class Inquiry(Protocol):
-    """A lookup that is in flight or answered."""
+    """A lookup in a tier that does not answer at once, for example the remote tier. It is in flight or answered."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `LowerTiers.find` knows the answer by now, or it would come too late for the request."""
+        """Whether `LowerTiers.find` knows the answer by now, or the answer would come too late for the request."""
 
 
 class Answered:
@@ -60,10 +60,10 @@ def names_at(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
 
 
 def are_kept(places: Places) -> npt.NDArray[np.bool_]:
-    """Return for each place whether the tiers below keep the block themselves.
+    """Return for each place whether it is one that counts as a copy below: in host memory or on disk.
 
-    A block that only a remote store has is not kept, because other machines may evict it. A copy above is then the last
-    one that is certain.
+    A block that only a remote store has does not count, because other machines may evict it. A copy on the device is
+    then the last one that is certain.
     """
     kept: npt.NDArray[np.bool_] = (places >= 0) | (places == ON_DISK)
     return kept
@@ -85,11 +85,12 @@ class Lost(NamedTuple):
 
 
 class Fetch(Protocol):
-    """Leases on blocks of one group in host memory. Each begins when its block is there, and ends with `release`.
+    """Leases on blocks of one attention group in host memory.
 
-    The caller of `LowerTiers.fetch` owns the leases. It releases each block that has come, and each that it no longer
-    waits for; a fetch that is never released keeps its slots forever. The caller checks what it copies out of a slot
-    against the block's digest, because these tiers do not guarantee the bytes.
+    The lease of a block begins when the block is in host memory, and ends with `release`. The caller of
+    `LowerTiers.fetch` owns the leases. It releases each block that has come, and each that it no longer waits for; a
+    fetch that is never released keeps its slots forever. The caller compares the bytes that it copies out of a slot
+    with the block's digest, because these tiers do not guarantee the bytes.
     """
 
     @property
@@ -105,16 +106,16 @@ class Fetch(Protocol):
         """Reasons why blocks will never come, by place in the fetch."""
 
     def digest(self, place: int) -> bytes:
-        """Return the digest of a leased block's bytes, taken when they came to host memory or were written to disk."""
+        """Return the digest of a leased block, computed when its bytes came to host memory or were written to disk."""
 
     def tenant(self, place: int) -> bytes:
         """Return the tenant of a leased block."""
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """End the leases on these blocks; *places* has the tail of a prefix first, so that it is evicted first.
+        """End the leases on these blocks; *places* has the tail of a prefix first, so that the tail is evicted first.
 
-        A block that has not come is no longer waited for: `on_fetched` is not called for it. It is not read, unless its
-        read has begun or another fetch wants it. Releasing a block twice has no effect.
+        For a block that has not come yet, `on_fetched` is not called any more. Its read is canceled, unless the read
+        has begun or another fetch wants the block. Releasing a block twice has no effect.
         """
 
     def time_out(self) -> None:
@@ -134,10 +135,13 @@ Called inside `LowerTiers.poll`, once for each block that was not leased when `f
 
 @dataclass(frozen=True, slots=True)
 class SpillProgress:
-    """How many blocks `LowerHints.spill` has copied to a tier that outlives the process, and how many are left."""
+    """How many blocks `LowerHints.spill` has copied to its target, and how many are left.
+
+    The target is a tier that outlives this process: the disk, or the host memory of a sidecar.
+    """
 
     has_target: bool = False  # whether there is such a tier
-    is_possible: bool = False  # whether that tier accepts blocks: it is open, and writing is not suspended
+    is_possible: bool = False  # whether the target accepts blocks: it is open, and writing is not suspended
     num_left: int = 0  # blocks of host memory still to be copied
     num_done: int = 0  # blocks copied since the start
     is_busy: bool = False  # whether copies are in flight
@@ -189,15 +193,18 @@ class LowerStatus(Protocol):
 
     @property
     def is_indexed(self) -> bool:
-        """Whether all blocks from before this process started are known; until then some are not found."""
+        """Whether all blocks that were stored before this process started are known. Until then, some are not found."""
 
     @property
     def is_readable(self) -> bool:
-        """Whether every tier below is readable, as far as known; blocks that only an unreadable tier has are misses."""
+        """Whether blocks can be read from the tiers below, as far as is known.
+
+        If not, blocks that only an unreadable tier has are misses.
+        """
 
     @property
     def is_making_room(self) -> bool:
-        """Whether copies further down are in flight that will free host slots, and are not suspiciously late."""
+        """Whether copies to disk that will free host slots are in flight and not overdue."""
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         """Return how fast blocks were recently read from *tier*."""
@@ -223,7 +230,7 @@ class LowerHints:
 
     @property
     def can_ask(self) -> bool:
-        """Whether a tier cannot say at once what it has, so that `inquire` may find more."""
+        """Whether a tier, such as the remote tier, cannot say at once what it has, so that `inquire` may find more."""
         return False
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
@@ -235,21 +242,24 @@ class LowerHints:
         return NOTHING_TO_ASK
 
     def evict_last(self, group_id: int, places: Places) -> None:
-        """Make the blocks in these host slots the last to be evicted, because they will be wanted.
+        """Make the blocks in these host slots the last to be evicted, because a request will need them.
 
-        *places* are those of a prefix in order; ON_DISK and NOWHERE are ignored. An outdated place means another block,
-        so call this only while `LowerStatus.num_changes` is unchanged.
+        *places* are those of a prefix in order; places that are not host slots are ignored. A slot may hold another
+        block after a change, so call this only while `LowerStatus.num_changes` is unchanged.
         """
 
     def spill(self) -> None:
-        """Start copies from host memory further down that are due; they yield to reads that do not wait for them."""
+        """Start the copies from host memory to colder tiers that are due.
+
+        While a request waits for reads, only copies that make room for these reads are started.
+        """
 
     def make_room(self) -> None:
-        """Start copies from host memory further down only if `LowerTiers.reserve` or reads lack host slots.
+        """Start copies from host memory to disk only if `LowerTiers.reserve` or reads lack host slots.
 
-        A device pool calls this instead of `spill` while a load to it is in flight, and while it copies down blocks
-        that a load will evict. Other writes would only slow that load. Slots are lacking if `reserve` returned fewer
-        than requested since the last call.
+        `reserve` lacks slots if it has returned fewer than requested since the last call. Call this instead of `spill`
+        while a load to the device is in flight, and while blocks that a load will evict are copied from the device.
+        Other writes to disk would only slow that load down.
         """
 
 
@@ -306,18 +316,18 @@ class LowerTiers(Protocol):
             group_id: Group of the blocks.
             blocks: Blocks to lease.
             on_fetched: Called for each block that is leased later, or never.
-            found: Host slots of all blocks as returned by `find`, to save another lookup. They are not checked, and an
-                outdated slot would lease another block, whose digest matches the slot's bytes. So pass them only
-                directly after `find`, or while `LowerStatus.num_changes` is unchanged. An
-                implementation may ignore them.
+            found: Host slots of all blocks as returned by `find`, to save another lookup. They are not checked. If a
+                slot held another block by now, that block would be leased, and its digest would match. So pass the
+                slots only directly after `find`, or while `LowerStatus.num_changes` is unchanged. An implementation may
+                ignore them.
             priority: When to read the blocks that are only in colder tiers.
         """
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
-        """Lease up to *num_slots* host slots for the caller to copy blocks into; it publishes or abandons each.
+        """Lease up to *num_slots* host slots to copy blocks into. The caller must `publish` or `abandon` each of them.
 
-        Returns fewer slots, or none, if there is no room; ask again after a poll. Evicts the oldest blocks for them,
-        first those with a copy further down. Blocks without a copy are evicted only while the disk accepts none.
+        Evicts the oldest blocks, preferably those with a copy on disk. Blocks without such a copy are evicted only
+        while the disk accepts no blocks. Returns fewer slots, or none, if there is no room; try again after a poll.
         """
 
     def publish(
@@ -330,7 +340,8 @@ class LowerTiers(Protocol):
         Args:
             group_id: Group of the blocks.
             slots: Reserved slots.
-            rows: Names of the blocks in the order of *slots*; each row is a run of one chain, tail first.
+            rows: Names of the blocks in the order of *slots*. Each row has consecutive blocks of one chain, the last
+                block first.
             digests: Digests of the blocks' bytes, in the same order.
             owners: Tenants of the blocks, in the same order.
         """
@@ -341,12 +352,12 @@ class LowerTiers(Protocol):
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         """Make blocks that were used the most recent ones of host memory, the last of *names* the most recent.
 
-        Blocks that are no longer in host memory are ignored. *were_read* says for each block whether it came from disk,
-        where it becomes recent too; empty if none did.
+        Blocks that are no longer in host memory are ignored. *were_read* says for each block whether it came from disk
+        (empty: none did). Such a block becomes recent on disk too.
         """
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Drop blocks from host memory whose bytes do not match their digests, and count them as corrupt.
+        """Drop these blocks, whose bytes do not match their digests, from host memory, and count them as corrupt.
 
         Copies on disk stay.
         """
@@ -354,7 +365,7 @@ class LowerTiers(Protocol):
     def clear(self) -> bool:
         """Forget every block in all tiers below, and end every fetch. This is the only call that blocks, on the disk.
 
-        `pop_lost` reports the blocks; of those on disk, as many as are remembered.
+        `pop_lost` reports the blocks, but of those on disk no more than the caller can remember (`NUM_GHOSTS`).
 
         Returns:
             False if host slots are reserved, being read into or being written to disk, or if the disk fails. Then no
@@ -374,7 +385,7 @@ class LowerTiers(Protocol):
         """
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return, once, the blocks that have left the last tier below that had them.
+        """Return the blocks that no tier below has any more since the last call.
 
-        A copy of such a block above is now the last one.
+        If the device has a copy of such a block, that copy is now the last one.
         """

@@ -14,10 +14,10 @@ NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
 NAME_BYTES = 32
 KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
-TAG_BYTES = 4
-WIDTH = 16  # places per bucket, whose tags fill one cache line
+TAG_BYTES = 4  # size of a tag: a part of the name, which is compared before the whole name
+WIDTH = 16  # places per bucket, so that a bucket's tags fill one cache line
 BUCKET_BYTES = WIDTH * TAG_BYTES
-USED_UP = (1 << WIDTH) - 1
+USED_UP = (1 << WIDTH) - 1  # bitmap of a bucket without a free place
 MEAN = 3.5  # average names per bucket; the buckets to be split next have up to twice as many
 SPLIT_AT_ONCE = 32  # buckets to split at once when names are added one by one
 SCAN_BUCKETS = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
@@ -43,12 +43,12 @@ def names_of(rows: Rows) -> list[BlockName]:
 
 
 class NameSet:
-    """Full block names in flat arrays, 70 bytes each; no name is a Python object that the garbage collector visits.
+    """A set of block names in flat arrays, which take 70 bytes per name. Owned by one thread.
 
-    The set uses linear hashing (Litwin, 1980): as names are added, buckets are split one after another, never all at
-    once, and the arrays grow in place. Each place in a bucket stores a *tag* and the row of the name. The tag is the
-    first 31 bits of the name; its last bits choose the bucket. A name whose bucket is full (one in some thousands) goes
-    into a Python set. Owned by one thread.
+    The names are not Python objects, so the garbage collector does not visit them. The set uses linear hashing (Litwin,
+    1980): as names are added, buckets are split one after another, never all at once, and the arrays grow in place.
+    Each place in a bucket stores a *tag* and the row of the name in the array of names. The tag is 31 bits of the name,
+    some of which choose the bucket. A name whose bucket is full (one in some thousands) goes into a Python set.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class NameSet:
         self._places = GrowingRows(np.uint32, WIDTH)  # [bucket] row of each name
         self._used = GrowingRows(np.uint16, 1)  # [bucket] bitmap of the places in use
         self._is_over = GrowingRows(np.bool_, 1)  # [bucket] whether the Python set may have names of this bucket
-        self._over: set[BlockName] = set()
-        self._rows = GrowingRows(np.uint64, NAME_BYTES // 8)
+        self._over: set[BlockName] = set()  # names whose bucket was full
+        self._rows = GrowingRows(np.uint64, NAME_BYTES // 8)  # [row] name
         self._parts = (self._tags, self._places, self._used, self._is_over, self._rows)
         self._free = array("I")  # rows of discarded names
         self._num_rows = 0
         self._num_in_buckets = 0
-        self._level = 1  # number of buckets when all had been split equally often; a power of two
-        self.num_buckets = 1  # current number; each call that adds names splits a few buckets
+        self._level = 1  # number of buckets when all had last been split equally often; a power of two
+        self.num_buckets = 1  # current number of buckets; it grows as buckets are split
         self._next = 0  # bucket where `find` continues
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class NameSet:
         return found
 
     def add(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Add these names and return for each whether it is new; of equal names one is new."""
+        """Add these names, and return for each whether it is new. If equal names are added, one of them is new."""
         is_new = ~self.holds(rows)
         new = np.flatnonzero(is_new)
         while (missing := int((len(self) + len(new)) / MEAN) - self.num_buckets) > 0:
@@ -116,7 +116,7 @@ class NameSet:
         return is_new
 
     def add_one(self, name: BlockName) -> bool:
-        """Add one name and return whether it is new. Takes 5 µs, where `add` with one name takes 200."""
+        """Add one name, and return whether it is new. Takes 5 µs; `add` with one name would take 200 µs."""
         if name in self:
             return False
         if int(len(self) / MEAN) - self.num_buckets >= SPLIT_AT_ONCE:
@@ -156,7 +156,7 @@ class NameSet:
         return True
 
     def find(self) -> list[BlockName]:
-        """Return some names of the set, different ones on each call; may be empty although the set is not."""
+        """Return some names of the set, different ones on each call. The result may be empty although the set is not."""
         start, end = self._next, min(self._next + SCAN_BUCKETS, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
@@ -169,9 +169,9 @@ class NameSet:
     def pages(self, num_buckets: int) -> Iterator[list[BlockName]]:
         """Yield the names of the set in pages of *num_buckets* buckets each.
 
-        Every name that stays in the set until the last page is yielded, and each page contains only names of the set. A
-        name that is added meanwhile may be yielded twice or not at all. The iteration ends if fewer names are added
-        between two pages than a page contains.
+        Names may be added and removed between two pages. A page contains only names that are in the set at that time. A
+        name that is in the set from the first page to the last is yielded. A name that is added meanwhile may be yielded
+        twice or not at all. The iteration ends if fewer names are added between two pages than a page contains.
         """
         over = list(self._over)
         for start in range(0, max(1, len(over)), num_buckets):
@@ -189,7 +189,7 @@ class NameSet:
         return any(part.give_back() for part in self._parts)
 
     def _position(self, name: BlockName) -> int | None:
-        """Return the name's place, counted over all buckets; None if it is in no bucket."""
+        """Return the number of the name's place, counted over all buckets; None if the name is in no bucket."""
         tag, bucket = self._tag_and_bucket(name)
         wanted, start, end = tag.to_bytes(TAG_BYTES, "little"), bucket * BUCKET_BYTES, (bucket + 1) * BUCKET_BYTES
         find = self._tags.memory.find
@@ -215,7 +215,7 @@ class NameSet:
     def _put(self, rows: Rows, tags: npt.NDArray[np.uint32], buckets: npt.NDArray[np.intp]) -> None:
         """Write new names, sorted by bucket, into free places of their buckets or into the Python set."""
         while len(buckets):
-            is_first = np.diff(buckets, prepend=-1) != 0  # of each bucket one name per pass
+            is_first = np.diff(buckets, prepend=-1) != 0  # each pass of the loop puts one name into each bucket
             used = self._used.all.take(buckets)
             has_room = used != USED_UP
             goes = is_first & has_room
@@ -277,7 +277,10 @@ def _tags(rows: Rows) -> npt.NDArray[np.uint32]:
 
 
 def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return for each row whether no earlier row equals it; *twice*: rows whose tag is that of the next row."""
+    """Return for each row whether no earlier row equals it.
+
+    *twice* are the indices of the rows that have the same tag as the next row. Only such rows can be equal.
+    """
     is_first = np.ones(len(rows), np.bool_)
     seen = set[bytes]()
     for i in sorted({*twice.tolist(), *(twice + 1).tolist()}):

@@ -19,13 +19,13 @@ from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 4 << 20  # per copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 32  # limit on a batch, so that processing its outcome is short
+BATCH_BYTES = 4 << 20  # bytes per batch and copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # maximum number of blocks per batch, so that processing its outcome is short
 Block = tuple[int, BlockName]  # group and name
 
 
 class Readable(Protocol):
-    """A tier that can be read from. Lanes' threads call `read` only; everything else belongs to the owner."""
+    """A tier that can be read from. Lanes' threads call only `read`; the owner calls everything else."""
 
     @property
     def route(self) -> Route:
@@ -33,13 +33,16 @@ class Readable(Protocol):
 
     @property
     def reading(self) -> CircuitBreaker:
-        """Circuit breaker of the tier's reads; the tier can be read from while it is closed, as far as known."""
+        """Circuit breaker of the tier's reads. While it is closed, the tier can be read from, as far as is known."""
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """Return the key of a block."""
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read and verify each key's block into its memory, and return each block's digest or fault."""
+        """Read the block of each key into the memory at the same index of *blocks*, and verify it.
+
+        Returns each block's digest, or the fault because of which it could not be read.
+        """
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
         """Return group and name of a block that the tier is known to hold and that is not in *besides*, or None."""
@@ -59,7 +62,10 @@ class ReadSource(Readable, Protocol):
         """Handle a read of the block that hangs."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        """Handle blocks that are new to host memory, in these slots; *is_late*: their read had been declared hung."""
+        """Handle blocks that are new to host memory, in these slots.
+
+        *is_late* says whether their read had been declared hung.
+        """
 
 
 class ReadableDisk:
@@ -88,12 +94,12 @@ class DiskSource(ReadableDisk):
         self._index.remove_from_disk_index(group_id, name, EvictionCause.UNREADABLE)
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        if is_late:  # when their read hung, they were removed from the disk's index
+        if is_late:  # when their read was declared hung, the blocks were removed from the disk's index
             self._index.offer_to_disk(group_id, slots)
 
 
 def why_failed(tier: Tier, fault: Fault) -> Reason:
-    """Return why a block does not come, given the fault that its read met."""
+    """Return why the tokens of a block must be recomputed after its read from *tier* ended with *fault*."""
     match fault:
         case Fault.MISSING:
             return Reason.evicted_from(tier)
@@ -105,14 +111,14 @@ def why_failed(tier: Tier, fault: Fault) -> Reason:
 
 @dataclass(eq=False, slots=True)
 class BlockRead:
-    """A block on its way into host memory. It leases *host_slot* until its *waiters* have been notified."""
+    """The read of a block into host memory. It leases *host_slot* until its *waiters* have been notified."""
 
     group_id: int
     name: BlockName
     origin: Origin
     tier: Tier  # the tier it is read from
-    waiters: dict["Waiter", int] = field(default_factory=dict)  # and the block's place in each of these fetches
-    host_slot: int | None = None  # leased, from when the read is submitted
+    waiters: dict["Waiter", int] = field(default_factory=dict)  # fetches that wait, with the block's place in each
+    host_slot: int | None = None  # None until the read is submitted to its lane
     digest: bytes = b""  # of the bytes that were read
 
 
@@ -134,12 +140,14 @@ class ReadBatch:
 
 
 class Reads:
-    """The blocks that fetches wait for, read from one tier in batches; blocks wanted now go before prefetches.
+    """The reads from one tier that fetches wait for, in batches. Blocks wanted now are read before prefetches.
 
-    A block is read once, however many fetches wait for it. Blocks that find the lane full stay queued here, in order.
+    A block is read once, no matter how many fetches wait for it. While the lane (the queue of reads from this tier) is
+    full, blocks stay queued here, in order.
 
-    No fetch waits for a read that hangs, and its blocks count as absent from the tier. The read keeps its slots leased
-    until it ends; if it succeeds after all, its blocks are added to host memory. Owned by the tiers' thread.
+    When a read is declared hung, fetches stop waiting for it, and its blocks count as absent from the tier. The read
+    keeps its slots leased until it ends. If it succeeds after all, its blocks are added to host memory. Owned by the
+    tiers' thread.
     """
 
     def __init__(
@@ -154,8 +162,9 @@ class Reads:
     ) -> None:
         """Create an empty queue of reads.
 
-        *windows*, by group, say how far from the eviction end to look for clean host slots. *is_host_cleaned* returns
-        whether copies to disk are in flight that will free slots to read into.
+        *windows*, by attention group, say how far to look in the eviction order for clean host slots to read into:
+        slots whose block need not be copied to disk first. *is_host_cleaned* returns whether copies to disk are in
+        flight that will make more slots clean.
         """
         self._index = index
         self._source = source
@@ -164,20 +173,20 @@ class Reads:
         self._windows = windows
         self._is_host_cleaned = is_host_cleaned
         self._clock = clock
-        self._under_way: list[dict[BlockName, BlockRead]] = [{} for _ in memories]
-        # Ordered, and any read can leave in constant time, because requests leave thousands of reads at once.
+        self._under_way: list[dict[BlockName, BlockRead]] = [{} for _ in memories]  # queued or in flight, by group
+        # The queues. Any read can be removed in constant time, because a request may cancel thousands of reads at once.
         self._wanted_now: OrderedDict[BlockRead, None] = OrderedDict()
         self._wanted_later: OrderedDict[BlockRead, None] = OrderedDict()
-        self._num_wanted_now = [0 for _ in memories]
-        self._reading: list[ReadBatch] = []
-        self._hanging: list[ReadBatch] = []  # declared hung: no fetch waits for these any more
+        self._num_wanted_now = [0 for _ in memories]  # by group
+        self._reading: list[ReadBatch] = []  # in flight, and not declared hung
+        self._hanging: list[ReadBatch] = []  # in flight, but declared hung, so that no fetch waits for them any more
 
     def join(
         self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
     ) -> dict[int, BlockRead]:
-        """Queue reads of the blocks at *places*, notify *waiter* of the end of each, and return the reads by place.
+        """Queue reads of the blocks at *places*, and return the reads by place. *waiter* is notified of each one's end.
 
-        *now* queues them ahead of all prefetches.
+        If *now*, the reads are queued ahead of all prefetches.
         """
         under_way, block_reads = self._under_way[group_id], {}
         for place in places:
@@ -195,9 +204,10 @@ class Reads:
         return block_reads
 
     def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
-        """Remove *waiter* from those that wait for the read.
+        """Remove *waiter* from the fetches that wait for the read.
 
-        A read without waiters is dropped if it is still queued. A read that has started completes into host memory.
+        If no fetch is left and the read is still queued, it is dropped. If it is in flight, it goes on, and its block
+        is added to host memory.
         """
         block_read.waiters.pop(waiter, None)
         for queue in (self._wanted_now, self._wanted_later):
@@ -226,10 +236,11 @@ class Reads:
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
     def time_out(self) -> None:
-        """Declare all reads in flight hung and fail everything queued, because a request's deadline has passed.
+        """Declare all reads in flight hung, and let all queued reads fail, because a request's deadline has passed.
 
-        Otherwise every later request would wait just as long. The tier's circuit breaker is not charged while finished
-        transfers have not been collected: these reads may be among them, and it is the owner that was late.
+        Otherwise every later request would wait just as long. The hung reads are reported to the tier's circuit
+        breaker, unless finished transfers have not been collected yet. The reads may be among these, so that the owner
+        was late rather than the tier.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -273,7 +284,10 @@ class Reads:
         self._num_wanted_now[block_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[BlockRead, None]) -> bool:
-        """Submit the queue's first blocks of one group as a batch; return False if that is impossible now."""
+        """Submit the first blocks of the queue, as far as they are of one group, as a batch.
+
+        Returns False if no block can be submitted now.
+        """
         source = self._source
         attempt = source.reading.begin() if source.reading.is_closed else None
         if attempt is None:
@@ -284,7 +298,7 @@ class Reads:
         limit = blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
         batch = list(takewhile(lambda block_read: block_read.group_id == group_id, islice(queue, limit)))
         slots = host.take_clean(len(batch), window)
-        # If no copy to disk is in flight, no slot will become clean: a block wanted now may evict a dirty one.
+        # While no copy to disk is in flight, no slot becomes clean. Then a block wanted now may evict a dirty block.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
             slots = host.take(min(len(batch), host.pool.num_free), window) or []
         read = ReadBatch(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
@@ -307,7 +321,7 @@ class Reads:
         return True
 
     def _give_up(self) -> None:
-        """Fail all queued reads, because the tier is not to be used for now."""
+        """Let all queued reads fail, because the tier is not to be used for now."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
@@ -344,7 +358,7 @@ class Reads:
                 self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[BlockRead, bytes]], is_late: bool) -> None:
-        """Make the blocks of a batch that are in their host slots findable, and store their digests."""
+        """Make blocks findable in host memory. *landed* holds each block that was read, with its digest."""
         if not landed:
             return
         block_reads, digests = [block_read for block_read, _ in landed], [digest for _, digest in landed]
@@ -367,8 +381,8 @@ class Reads:
 class ColdReads:
     """The reads from all tiers below host memory.
 
-    A block is read from the remote tier if only that is known to hold it, otherwise from disk. Owned by the tiers'
-    thread.
+    A block is read from the remote tier if only the remote tier is known to hold it, otherwise from disk. Owned by the
+    tiers' thread.
     """
 
     def __init__(self, index: LowerIndex, reads: Mapping[Tier, Reads]) -> None:
@@ -421,10 +435,11 @@ class ColdReads:
 
 
 class ReadProbe:
-    """A reader of single blocks from a tier that has rested; after a success, lookups find the tier's blocks again.
+    """Reads single blocks from a tier whose circuit breaker is open, to find out whether the tier works again.
 
-    Probes read into their own memory, so that a hung probe keeps a lane's thread but no slot. Each probe uses a
-    different block than those that hang. Owned by the tiers' thread.
+    After a successful probe, lookups find the tier's blocks again. Probes read into memory of their own, so that a
+    probe that hangs occupies a thread of the lane, but no slot. Each probe reads another block than the probes that
+    hang. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -438,7 +453,7 @@ class ReadProbe:
         self._block_bytes = block_bytes
         self._transfers = transfers
         self._clock = clock
-        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # with its submission time
+        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # probes, with submission time
 
     def go_on(self) -> None:
         """Start a probe if one is due, and report hung probes to the circuit breaker."""

@@ -18,7 +18,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 @dataclass(frozen=True, slots=True)
 class TokenBalance:
-    """Where a prompt's tokens came from; `device + host + disk + remote + recomputed` is always the prompt's length."""
+    """Number of a prompt's tokens that came from each tier, and that were recomputed. All together are its length."""
 
     device: int = 0
     host: int = 0
@@ -54,11 +54,14 @@ NO_TOKENS = TokenBalance()
 
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
-    """Tokens queried and hit, of requests that read the cache; preempted requests are counted separately."""
+    """Tokens queried and hit by requests that read the cache.
+
+    A request that is admitted again after a preemption counts in the *preempted* fields.
+    """
 
     num_requests: int = 0
-    queries: int = 0
-    hits: int = 0
+    queries: int = 0  # tokens
+    hits: int = 0  # tokens
     num_preempted: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
@@ -74,9 +77,9 @@ class TierStatistics:
     capacity_bytes: int = 0
     evicted: Mapping[EvictionCause, int] = field(default_factory=dict)
     dropped_spills: int = 0  # blocks evicted before a lower tier had a copy
-    corrupt: Mapping[str, int] = field(default_factory=dict)
+    corrupt: Mapping[str, int] = field(default_factory=dict)  # number of blocks, by the value of the `Fault`
     num_leased: int = 0  # slots that cannot be evicted now, because requests, copies or clients use them
-    num_dirty: int = 0  # blocks without a copy in a lower tier
+    num_dirty: int = 0  # blocks that have yet to be copied to a lower tier
     leased_bytes: int = 0  # bytes of the leased slots
     eviction_ages: HistogramStatistics = NO_AGES  # seconds since the last use of evicted blocks, from a sample
 
@@ -97,7 +100,7 @@ def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionC
 def slot_statistics(
     groups: Sequence[GroupSlots], block_bytes: Sequence[int], corrupt: Mapping[str, int] = MappingProxyType({})
 ) -> TierStatistics:
-    """Return the statistics of the device or of host memory; *block_bytes* by group."""
+    """Return the statistics of the device or of host memory. *groups* and *block_bytes* are by attention group."""
     both = [(slots.pool, num_bytes) for slots, num_bytes in zip(groups, block_bytes, strict=True)]
     return TierStatistics(
         num_blocks=sum(pool.num_named for pool, _ in both),
@@ -119,7 +122,7 @@ class DiskStatistics:
 
     file_bytes: int  # bytes that the store's files take on the medium
     written_bytes_total: int  # since the store was created
-    known_blocks: int
+    known_blocks: int  # blocks in the index
     is_open: bool  # whether there is a store to read from and write to
     is_indexed: bool  # whether the index of the blocks found at opening is complete
     breakers: Mapping[str, BreakerState]  # of "read" and "write"
@@ -132,9 +135,9 @@ class DiskStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
-    """How many hits in colder tiers were loaded in full, in part or not at all, and the prefill speed behind that."""
+    """The decisions of `LoadPlanner`, and the prefill speed on which they are based."""
 
-    num_plans: Mapping[str, int]
+    num_plans: Mapping[str, int]  # number of hits by decision: to load "all", "split", "part" or "nothing"
     prefill_tokens_per_s: float | None  # over the first 1,000 tokens of a prompt; None before it is known
 
 
@@ -144,7 +147,7 @@ class CacheStatistics:
 
     tiers: Mapping[Tier, TierStatistics]
     routes: Mapping[Route, RouteStatistics]
-    clean_ahead_blocks: int
+    clean_ahead_blocks: int  # number of device blocks next to be evicted that are kept clean (copied to a lower tier)
     disk: DiskStatistics | None = None
     remote: RemoteStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk

@@ -34,7 +34,7 @@ class HashAlgorithm(StrEnum):
 
     @property
     def default_seed(self) -> str:
-        """Seed of the root if none is configured. It is part of the namespace and never read from the environment."""
+        """Default seed of all names. The seed is part of the namespace and is never read from the environment."""
         return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
 
 
@@ -44,7 +44,7 @@ class _Hasher(Protocol):
     def copy(self) -> Self: ...
 
 
-# Every digest is a name. Calling BlockName for each would be a fifth of the work, hence the cast.
+# Every digest is a name. Converting each one with BlockName() would take a fifth of the time, hence the cast.
 _sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
 
 
@@ -62,7 +62,9 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image or audio item: *num_tokens* placeholder tokens from token *offset* on, with content *identifier*.
+    """An image or audio item, which takes *num_tokens* placeholder tokens of the prompt from token *offset* on.
+
+    *identifier* stands for the item's content; items with different content must have different identifiers.
 
     Raises ValueError if *identifier* is not text or a number is out of range.
     """
@@ -83,8 +85,8 @@ class MultimodalItem:
 class ExtraKeys:
     """Everything besides a prompt's token ids that determines its KV or isolates it from other prompts.
 
-    The order and the tags of the keys are part of a block's name. Raises ValueError if the salt is not text, so that
-    its sender gets the error and not the step that names a block.
+    The order and the tags of the keys are part of a block's name. Raises ValueError if the salt is not text or the
+    embeddings contain Python objects. So the request fails, rather than the engine step that names its blocks.
     """
 
     lora: Lora | None = None
@@ -109,7 +111,10 @@ class ExtraKeys:
         return max(ends) if self.lora is None else sys.maxsize
 
     def keys_of_block(self, start: int, end: int) -> tuple[ExtraKey, ...] | None:
-        """Return the keys of the block with tokens *start* to *end*, each after its tag as in vLLM; usually None."""
+        """Return the extra keys of the block with tokens *start* to *end* - 1, usually None.
+
+        Each key is a tuple of a tag and its values, as in vLLM.
+        """
         keys: list[ExtraKey] = []
         if self.lora is not None:
             keys.append(("lora", self.lora.name, self.lora.path))
@@ -124,7 +129,10 @@ class ExtraKeys:
         return tuple(keys) or None
 
     def of_block(self, start: int, end: int) -> bytes:
-        """Encode `keys_of_block` as bytes, each part prefixed by its length to be unambiguous; empty without keys."""
+        """Return the result of `keys_of_block` as bytes; empty if the block has no extra keys.
+
+        Each part is prefixed by its length, so that the encoding is unambiguous.
+        """
         encoded = b""
         for key in self.keys_of_block(start, end) or ():
             for part in key:
@@ -143,10 +151,11 @@ class BlockChain:
     """The block names of one growing token sequence: a prompt and the tokens generated after it.
 
     `sha256`: one hash runs over the whole sequence. Its input is the root and then the token ids of each full block as
-    little-endian uint32; a block's name is the digest after the block. A block with extra keys starts a new hash, whose
-    input is a tag, the parent's name, the length of the keys, the keys, and then the tokens as before. The input is
-    unambiguous: it begins with the tag or with the root (which does not begin with the tag), every part has a fixed or
-    a stated length, and the parent identifies everything before.
+    little-endian uint32; a block's name is the digest after the block. The root is derived from the algorithm and the
+    seed. A block with extra keys starts a new hash. Its input is a tag, the name of the parent (the block before), the
+    length of the keys, the keys, and then the tokens as before. The input is unambiguous: it begins with the tag or
+    with the root (which does not begin with the tag), every part has a fixed or a stated length, and the parent's name
+    identifies everything before the block.
 
     `sha256_cbor`: `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte the names of vLLM 0.33.
     """
@@ -205,18 +214,21 @@ class BlockChain:
         return self.names[block_id - 1] if block_id else self.root
 
     def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
-        """Return the names of *blocks* of *block_size* tokens, a multiple of the chain's block size."""
+        """Return the names of *blocks*, indices of blocks with *block_size* tokens each.
+
+        *block_size* is a multiple of the chain's block size. A block has the name of the chain's last block in it.
+        """
         step = block_size // self.block_size
         if step == 1:
             return self.names[blocks.start : blocks.stop] if len(blocks) < len(self.names) else self.names
         return self.names[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
 
     def named_ids(self, start: int, end: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
+        """Return the token ids of the named blocks *start* to *end* - 1, shape [(end - start) * block_size]."""
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
     def continued_keys(self, start: int, end: int) -> list[bytes]:
-        """Return the `continued_key` of each of the blocks *start* to *end*."""
+        """Return the `continued_key` of each of the blocks *start* to *end* - 1."""
         num_keyed = max(start, self._num_keyed, 1)  # at least 1, because the first block's key is not a block name
         keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
@@ -224,7 +236,8 @@ class BlockChain:
     def continued_key(self, block_id: int) -> bytes:
         """Return a key shared by all blocks that continue the same prefix with the same extra keys.
 
-        It does not depend on the block's tokens, is as long as a name, and exists for the last partial block too.
+        The key does not depend on the block's own tokens and is as long as a name. A partial block at the end of the
+        sequence has such a key too.
         """
         parent = self.parent(block_id)
         if block_id < self._num_keyed and (keys := self._keys(block_id)):
@@ -247,7 +260,8 @@ class BlockChain:
         names: list[BlockName] = []
         start = len(self.names)
         parent = self.parent(start)
-        blocks = ids.view(f"V{4 * self.block_size}").tolist()  # bytes objects: 12 ns per token in all; slices take 14
+        # As bytes objects, because hashing slices of the array would take 14 ns per token instead of 12.
+        blocks = ids.view(f"V{4 * self.block_size}").tolist()
         num_keyed = max(0, self._num_keyed - start)
         hasher = self._hasher.copy()  # so that an exception leaves the chain unchanged
 
@@ -275,8 +289,9 @@ class BlockChain:
 
 def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
     if not isinstance(token_ids, np.ndarray):
-        # array takes 4 ns per token of a list, np.array 11. "I" is 32 bits, little-endian, on all supported platforms.
+        # Converting a list takes array() 4 ns per token and np.array() 11. The type "I" is a little-endian 32-bit
+        # integer on all supported platforms.
         return np.frombuffer(array("I", token_ids), dtype="<u4")
     if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
-        raise OverflowError("token ids: need 0 <= id < 2**32")
+        raise OverflowError(f"token ids from {token_ids.min()} to {token_ids.max()}: give ids from 0 to 2**32 - 1")
     return np.ascontiguousarray(token_ids, dtype="<u4")

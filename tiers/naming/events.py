@@ -1,4 +1,4 @@
-"""KV events: blocks that became available in a tier or left it, for prompt routers."""
+"""KV events, which inform prompt routers about blocks that became available in a tier or left it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one group became available in *tier*. If *token_ids* are given, the blocks are consecutive."""
+    """Blocks of one attention group became available in *tier*. They are consecutive if *token_ids* is not empty."""
 
     tier: Tier
     group_id: int
     names: Sequence[BlockName]
     block_size: int
-    parent: BlockName | None = None  # of the first block; None if it is the first of its prompt, or unknown
-    token_ids: TokenIds = ()  # of all blocks; empty for copies in lower tiers, whose tokens an earlier event had
+    parent: BlockName | None = None  # name of the block before the first one; None if there is none or it is unknown
+    token_ids: TokenIds = ()  # of all blocks; empty if unknown, as for copies in lower tiers
     first_token: int = 0  # position of the first of *token_ids* in the prompt
-    extra: ExtraKeys = NO_EXTRA_KEYS  # of the whole prompt
+    extra: ExtraKeys = NO_EXTRA_KEYS  # extra keys of the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks of one group left *tier*."""
+    """Blocks of one attention group left *tier*."""
 
     tier: Tier
     group_id: int

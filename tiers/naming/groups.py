@@ -12,7 +12,7 @@ FirstHole = Callable[[int, int], int]
 
 
 class BlockGroup(Protocol):
-    """The view of an attention group for the tiers below the device: blocks of equal size with their own table."""
+    """The part of an attention group that the tiers below the device need to know."""
 
     @property
     def block_size(self) -> int:
@@ -20,7 +20,7 @@ class BlockGroup(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Whether later tokens stop reading earlier blocks. If not, every prefix of a hit is a hit."""
+        """Whether tokens read only recent blocks, as with a sliding window. If not, every prefix of a hit is a hit."""
 
 
 class AttentionGroup(BlockGroup, Protocol):
@@ -67,8 +67,8 @@ class _Windowed:
 
         Two failures in a row skip a whole window and a hole. So a window of w blocks needs at most
         2 * num_blocks / (w + 1) + 2 calls, and num_blocks / w if no block is present. No search needs fewer calls,
-        because a hole hides the blocks behind it. (8,192 blocks and a window of 64: at most 254 calls. A recurrent
-        state, w = 1: 8,192 calls.)
+        because *first_hole* does not tell which blocks are present after the first hole. (8,192 blocks and a window of
+        64: at most 254 calls. A recurrent state, w = 1: 8,192 calls.)
         """
         while num_blocks:
             hole = first_hole(self.first_needed(num_blocks * self.block_size), num_blocks)
@@ -113,7 +113,7 @@ class RecurrentState(_Windowed):
 
 
 def alignment(groups: Iterable[AttentionGroup]) -> int:
-    """Return the number of tokens between two positions where blocks of all *groups* end, the unit of hits."""
+    """Return the unit of hits in tokens: at every multiple of it, and only there, blocks of all *groups* end."""
     return lcm(*(group.block_size for group in groups))
 
 
@@ -131,10 +131,10 @@ def longest_hit(
     """Return the maximum number of tokens, up to *num_tokens*, after which a request can resume in all *groups*.
 
     The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` of a group, in blocks
-    of its own size; it must have no side effects. With *group_ids* the blocks of other groups are not needed.
+    of its own size; it must have no side effects. If *group_ids* is given, only these groups are considered.
 
-    Groups that never forget are evaluated once. The other groups are evaluated in turn until a fixed point: each may
-    only shorten the result, until all agree in a row.
+    Groups that never forget are evaluated once. The other groups are evaluated in turn, each of which may only shorten
+    the result, until all of them have accepted the same result.
     """
 
     def longest(group_id: int, num_tokens: int) -> int:
@@ -165,9 +165,9 @@ def longest_single(
 ) -> int:
     """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
 
-    The result is aligned like `longest_hit`. If it is longer than `longest_hit`, it ends at a *junction*: a prefix that
-    was requested a second time. So the blocks needed to resume after it, which were not named the first time, are worth
-    naming now.
+    The result is aligned like that of `longest_hit`. If it is longer than that, it is the length of a *junction*: a
+    prefix that is requested a second time, although some groups have not kept the blocks that are needed to resume
+    after it. These blocks are worth naming now.
     """
     lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
     alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]

@@ -1,4 +1,7 @@
-"""Tenants of blocks, and NamedBlocks: block names with the parents and the tenant that a tier needs to store them."""
+"""Tenants of blocks, and NamedBlocks: block names with what a tier needs to store the blocks.
+
+A tier needs each block's tenant and its parent, the block that it continues.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, BlockGroup
 
-BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
+BlockIds = npt.NDArray[np.int64]  # indices of blocks of one chain and attention group, ascending
 NO_TENANT = b""  # the tenant of requests without a salt
 OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
 
@@ -20,7 +23,7 @@ OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
 def tenant_of(cache_salt: str | None) -> bytes:
     """Return the tenant of requests with *cache_salt*: 8 bytes that do not reveal the salt; NO_TENANT without a salt.
 
-    A tenant may use many salts: all that consist of the tenant's own salt, a NUL and any suffix.
+    A tenant may use many salts: the tenant's own salt, alone or followed by a NUL and any suffix.
     """
     if not cache_salt:
         return NO_TENANT
@@ -28,19 +31,20 @@ def tenant_of(cache_salt: str | None) -> bytes:
 
 
 def number_of(tenant: bytes) -> int:
-    """Return the number of *tenant*."""
+    """Return the 8 bytes of *tenant* as a number; 0 for NO_TENANT."""
     return int.from_bytes(tenant, "little")
 
 
 def tenant_with(number: int) -> bytes:
-    """Return the tenant with the number *number*."""
+    """Return the tenant with this number: the inverse of `number_of`."""
     return number.to_bytes(TENANT_BYTES, "little") if number else NO_TENANT
 
 
 class Origin(NamedTuple):
-    """The block that a block continues, and its tenant.
+    """The parent and the tenant of a block.
 
-    *parent* must stay on disk as long as this block does; None if the block is useful without it.
+    *parent* is the name of the block that the block continues. The parent must stay on disk as long as the block does.
+    *parent* is None if the block is useful without its parent.
     """
 
     parent: BlockName | None = None
@@ -49,7 +53,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NamedBlocks:
-    """Blocks of one tenant. *parents* holds the block that each block continues; None if it is useful without it."""
+    """Names of blocks of one tenant, with the name of each block's parent, the block that it continues.
+
+    A parent is None if the block is useful without it.
+    """
 
     names: Sequence[BlockName]
     parents: Sequence[BlockName | None]
@@ -60,7 +67,10 @@ class NamedBlocks:
         return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
 
     def of(self, group: BlockGroup, places: range) -> "NamedBlocks":
-        """Return the blocks at *places* for use in *group*: without parents if the group forgets."""
+        """Return the blocks at *places* for use in *group*.
+
+        They have no parents if the group forgets: if its tokens read only recent blocks, as in a sliding window.
+        """
         names = self.names[places.start : places.stop]
         parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
         return NamedBlocks(names, parents, self.tenant)
@@ -75,7 +85,7 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 
 
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
-    """Return the chain's blocks *ids*, without parents if *group* forgets, because it needs only its window."""
+    """Return the chain's blocks *ids*, without parents if *group* forgets (`BlockGroup.forgets`)."""
     parents: Sequence[BlockName | None] = [None] * len(ids)
     if not group.forgets:
         before = ids[ids > 0] - 1

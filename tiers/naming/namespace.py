@@ -9,7 +9,7 @@ LAYOUT_VERSION = 1  # version of the block layout: [group_layers, 2, block_size,
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """Geometry of one attention group. *kind* is the group's class name with its window."""
+    """Geometry of one attention group: the layers that share one kind of attention. *kind* describes it as text."""
 
     kind: str
     layer_ids: tuple[int, ...]
@@ -29,8 +29,8 @@ class Namespace:
     block_size: int
     hash_algorithm: str
     hash_seed: str
-    kv_quantization: str = "none"  # "fp8" if any tier of this engine rounds blocks, as they then spread to all tiers
-    encryption_key_id: str = ""  # of the records on disk
+    kv_quantization: str = "none"  # "fp8" if any tier rounds blocks, because rounded blocks then spread to all tiers
+    encryption_key_id: str = ""  # key that encrypts the records on disk; empty if they are not encrypted
     shard_rank: int = 0
     num_shards: int = 1
     layout_version: int = LAYOUT_VERSION

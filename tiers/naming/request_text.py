@@ -2,7 +2,10 @@
 
 
 def check_text(what: str, text: object) -> None:
-    """Raise ValueError unless *text* is a string that UTF-8 can encode. The message omits *text*: salts are secret."""
+    """Raise ValueError unless *text* is a string that UTF-8 can encode.
+
+    The message names the field *what*. It does not quote *text*, because salts are secret.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{what} is of type {type(text).__name__}; give a string")
     try:

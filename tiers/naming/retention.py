@@ -1,4 +1,7 @@
-"""Retention: the choice of blocks to name in groups that forget, so that later prompts can resume after them."""
+"""Retention: the choice of blocks to name, so that later prompts can find them, in groups that forget.
+
+A group forgets if its tokens read only recent blocks, as with a sliding window or a recurrent state.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +14,10 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 class Retention:
     """A policy that names either every block, or only the *tails* of some prefixes.
 
-    The tail of a prefix consists of the blocks needed to resume after it. The tails of the prefixes that the caller
-    gives (the end of a prompt, junctions) are named, and one more every *interval_tokens* tokens. With the interval
-    None every block is named, with 0 no further tails. In groups that never forget, every block is named.
+    In groups that never forget, and in all groups if *interval_tokens* is None, every block is named. Otherwise only
+    tails are. The tail of a prefix consists of the blocks needed to resume after it. The caller gives some of the
+    prefixes: the end of a prompt, and junctions (see `longest_single`). The others are the prefixes whose length is a
+    multiple of *interval_tokens*; 0 adds none.
     """
 
     groups: Sequence[AttentionGroup]

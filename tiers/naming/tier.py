@@ -12,7 +12,8 @@ class Tier(StrEnum):
     REMOTE = "remote"  # a store shared by several machines
 
     def __init__(self, _: str) -> None:
-        # Position of the tier, 0 for the warmest. Tokens are attributed to the coldest tier that they came from.
+        # Position of the tier, 0 for the warmest. A token has a block in each attention group; if the blocks came from
+        # several tiers, the token counts as coming from the coldest one.
         self.depth = len(type(self).__members__)
 
 
@@ -41,12 +42,12 @@ class Reason(StrEnum):
 
 
 class EvictionCause(StrEnum):
-    """The reason why a tier evicted a block. In all cases but `ROOM` a larger tier would have evicted it too."""
+    """The reason why a tier evicted a block. Only an eviction for `ROOM` would not happen in a larger tier."""
 
     ROOM = "room"  # newer blocks needed its slot
     QUOTA = "quota"  # its tenant exceeded its quota
-    LAYOUT = "layout"  # its slot was reassigned to another layout of a sidecar
-    SUPERSEDED = "superseded"  # it was not full, and a request has continued after all of its tokens
+    LAYOUT = "layout"  # a sidecar, which several models may share, gave its room to blocks of another layout
+    SUPERSEDED = "superseded"  # it was a partial block, and a request that continued it has a longer block
     CORRUPT = "corrupt"  # its bytes differed from the stored ones
     UNREADABLE = "unreadable"  # reading it failed or hung
     CLEARED = "cleared"  # an operator or a caller requested it

@@ -51,7 +51,10 @@ class Recency:
         return hashes[hashes <= self._bound]
 
     def distances(self, hashes: npt.NDArray[np.uint64]) -> list[float]:
-        """Return the reuse distance of each block that was used before: the bytes used since, including the block."""
+        """Return the reuse distance of each block that was used before.
+
+        The distance is the number of bytes of all blocks used since then, including the block itself.
+        """
         found = [used for used in map(self._used.get, hashes.tolist()) if used is not None]
         rate = self.rate
         return [
@@ -60,7 +63,10 @@ class Recency:
         ]
 
     def use(self, hashes: npt.NDArray[np.uint64], block_bytes: int) -> None:
-        """Record that these blocks were used now, the first one last, because a prefix is evicted tail first."""
+        """Record that these blocks, each of *block_bytes* bytes, were used now.
+
+        The first block counts as the most recent one, because a prefix is evicted tail first.
+        """
         stamps = self._stamps.setdefault(block_bytes, [])
         for hashed in reversed(hashes.tolist()):
             used = self._used.get(hashed)
@@ -78,7 +84,7 @@ class Recency:
                 self._drop_stamp(*used)
 
     def forget_beyond(self, num_bytes: float) -> None:
-        """Drop the blocks whose distance is more than *num_bytes*."""
+        """Drop the blocks whose reuse distance is more than *num_bytes*."""
         too_much = (self.num_bytes - num_bytes) * self.rate
         while too_much > 0 and self._used:
             _, (stamp, size) = self._used.popitem(last=False)

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.reuse.recency import Recency
 
-MAX_SAMPLED = 8192
-MAX_RATE = 1 / 8
+MAX_SAMPLED = 8192  # maximum number of blocks in the sample
+MAX_RATE = 1 / 8  # maximum share of all blocks that are sampled
 MAX_PENDING = 4096  # names processed at once, which takes half a millisecond
 STEPS = 16  # buckets per doubling of the distance
 NUM_BUCKETS = 52 * STEPS  # up to 4 PiB
@@ -37,7 +37,7 @@ class Fading:
 class Prompt(NamedTuple):
     """The full blocks of a prompt: the first *num_names* of *names*, a list that may grow later.
 
-    *block_tokens* is 0 if no request asked for the blocks.
+    *block_tokens* and *block_bytes* are the size of a block. *block_tokens* is 0 if no request asked for the blocks.
     """
 
     names: Sequence[BlockName]
@@ -47,9 +47,11 @@ class Prompt(NamedTuple):
 
 
 class ReuseDistances:
-    """A decaying histogram of reuse distances, in tokens, estimated from a sample of blocks. Owned by one thread.
+    """A decaying histogram of reuse distances, estimated from a sample of blocks. Owned by one thread.
 
-    An LRU cache hits a block if and only if the block's reuse distance is less than the size of the cache.
+    The reuse distance of a block is the number of bytes of blocks used between two uses of it. An LRU cache hits a
+    block if and only if the block's reuse distance is less than the size of the cache. The histogram counts the tokens
+    of the blocks.
     """
 
     def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:

@@ -18,11 +18,11 @@ HitRatios: TypeAlias = Mapping[Tier, Mapping[float, float]]
 
 
 class WhatIf:
-    """Estimates hit ratios for other tier sizes from each prompt's blocks and the origin of its tokens.
+    """Estimates hit ratios for other tier sizes from each prompt's blocks and the tiers that its tokens came from.
 
-    At a tier's present size the hit ratio is the observed one. At another size it is the observed one plus the
-    difference between the sizes according to the reuse distances. A tier reaches as far back as its own capacity plus
-    the blocks of warmer tiers that have no copy below. Owned by one thread.
+    At a tier's present size the hit ratio is the observed one. At another size it is the observed one plus a
+    difference, which is computed from the reuse distances (`ReuseDistances`). For this, a tier counts as an LRU cache
+    of its own capacity plus the bytes of the blocks in warmer tiers that have no copy below. Owned by one thread.
     """
 
     def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:
@@ -32,7 +32,8 @@ class WhatIf:
     def on_prompt(self, names: Sequence[BlockName], block_tokens: int, block_bytes: int, tokens: TokenBalance) -> None:
         """Count a prompt whose full blocks have these *names*. The list is kept for a while and may only grow.
 
-        *block_bytes* is the size of a block of *block_tokens* tokens in all groups together.
+        *block_bytes* is the size of a block of *block_tokens* tokens in all attention groups together. *tokens* says
+        which tiers the prompt's tokens came from.
         """
         self._distances.on_prompt(names, block_tokens, block_bytes)
         self._seen.now()[:] += [*(getattr(tokens, tier) for tier in _TIERS), tokens.num_tokens]

@@ -20,7 +20,7 @@ Source = tuple[Fetch, int, Tier]
 
 
 class Backlog:
-    """The queued blocks of one promotion and group, and the fetch that leases those found in host memory."""
+    """The queued blocks of one promotion in one attention group, and the fetch that leases those in host memory."""
 
     def __init__(
         self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds, remote: BlockIds
@@ -64,7 +64,7 @@ class Backlog:
         return int(np.count_nonzero(self._is_left & self.is_remote))
 
     def sources(self, ids: BlockIds) -> list[Source | None]:
-        """Return the source of each block that was found in host memory; None for blocks that are not fetched yet."""
+        """Return the source of each of these blocks; None for a block that the fetch does not lease."""
         fetch = self._fetch
         if fetch is None:
             return [None] * len(ids)
@@ -81,7 +81,7 @@ class Backlog:
             self._fetch.release(fetched[::-1])
 
     def remove(self, ids: BlockIds) -> None:
-        """Remove these blocks and pass the leases on them to the caller."""
+        """Remove these blocks. The caller becomes the owner of their leases."""
         self._is_left[ids] = False
         self.num_left -= len(ids)
 
@@ -89,8 +89,8 @@ class Backlog:
 class Backlogs:
     """The backlogs of all promotions, in the order in which the promotions began. Owned by the cache's thread.
 
-    Each block has one reserved device slot (`BlockPool.num_reserved`), no matter how many promotions want the block.
-    A block is either in flight or in backlogs, never both.
+    One device slot is reserved for each block (`BlockPool.reserve`), no matter how many promotions want the block. A
+    block is either in flight or in backlogs, never both.
     """
 
     def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
@@ -107,11 +107,14 @@ class Backlogs:
         return iter(list(self._backlogs))
 
     def add(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Lease the blocks that are in host memory according to *below*, and reserve device slots for all *blocks*."""
+        """Reserve device slots for *blocks* of the promotion, by group, and lease those that are in host memory.
+
+        *below* has the places of the blocks in the lower tiers.
+        """
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
             is_new = ~self.are_in_flight(promotion.chain, group, ids)
-            group.pool.num_reserved += int(np.count_nonzero(is_new))
+            group.pool.reserve(int(np.count_nonzero(is_new)))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
             if len(fetched):
@@ -130,7 +133,7 @@ class Backlogs:
         return found
 
     def first(self, promotion: Promotion, limit: int) -> tuple[GroupTiers, BlockIds]:
-        """Return up to *limit* blocks of a promotion, the first ones of the first group that has any left."""
+        """Return the first group in which the promotion has blocks left, and up to *limit* of these blocks."""
         backlog = next(backlog for backlog in self._backlogs[promotion] if backlog.num_left)
         return backlog.group, backlog.blocks[:limit]
 
@@ -176,7 +179,7 @@ class Backlogs:
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
                 is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)
-                group.pool.num_reserved -= int(np.count_nonzero(is_unwanted))
+                group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
         return any_dropped
 
     def num_left(self, promotion: Promotion) -> list[int]:
@@ -185,7 +188,7 @@ class Backlogs:
         return [0 for _ in self._groups] if backlogs is None else [backlog.num_left for backlog in backlogs]
 
     def num_queued(self, group: GroupTiers) -> dict[Route, int]:
-        """Return how many blocks of the group each route has to move."""
+        """Return how many blocks of the group each route has to move for all backlogs."""
         backlogs = [backlogs[group.id] for backlogs in self._backlogs.values()]
         num_copied = sum(backlog.num_left for backlog in backlogs)
         num_remote = sum(backlog.num_remote for backlog in backlogs)
@@ -216,6 +219,10 @@ class Backlogs:
     def _leave(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
+        """Remove blocks of a promotion from all backlogs, end their reservations, and return what `take` says of them.
+
+        The leases of the other promotions end. Those of *promotion* stay, for the caller.
+        """
         wanted = []
         for other, backlogs in list(self._backlogs.items()):
             shared = _num_shared(promotion.chain, other.chain, group)
@@ -226,14 +233,14 @@ class Backlogs:
             if other is not promotion:
                 backlogs[group.id].release(ids[is_wanted])
             self._remove(other, group, ids[is_wanted])
-        group.pool.num_reserved -= len(ids)
+        group.pool.unreserve(len(ids))
         return wanted
 
 
 def _num_shared(one: BlockChain, other: BlockChain, group: GroupTiers) -> int:
     """Return how many of the group's first blocks two chains have in common.
 
-    A name has the same index in every chain, and a common name implies that all names before it are common too.
+    A binary search finds the first name that differs, because after a difference all later names differ too.
     """
     num_names = min(len(one.names), len(other.names))
     if one is not other:

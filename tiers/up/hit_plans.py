@@ -28,7 +28,7 @@ class HitPlans:
         transfers: TransferEngine,
         planner: LoadPlanner | None,
     ) -> None:
-        """Plan with *planner*; without it, everything is worth loading."""
+        """Plan with *planner*. If it is None, every hit is worth loading as a whole."""
         self._groups = groups
         self._hits = hits
         self._lower = lower
@@ -39,8 +39,9 @@ class HitPlans:
     def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
         """Shorten the hit to the part that is faster to load than to recompute, for a prompt of *num_tokens* tokens.
 
-        *busy_s* is how long the device will first compute for other requests. The request starts a split hit
-        (`Hit.start`) with the part that is `on_device`, and promoting the hit loads the rest. Has no side effects.
+        *busy_s* is how long the device will first compute for other requests. The result may be a split hit, of which a
+        promotion loads only the blocks from `Hit.start` on. Meanwhile the request starts with the part that is
+        `on_device`, and computes from there to `Hit.start`. Has no side effects.
         """
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
 
@@ -49,7 +50,10 @@ class HitPlans:
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.choose)
 
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
-        """Return the seconds to load the whole hit after the queued loads; None while a lane's speed is unknown."""
+        """Return the seconds to load the whole hit after the loads that are queued.
+
+        Returns None while the speed of a required lane (the queue of copies between two tiers) is unknown.
+        """
         demand = self._hits.demand(hit, self._alignment)
         return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 

@@ -13,24 +13,25 @@ from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route
 
-# A slow lane must be tried again at some time. Its measured speed is trusted for _PATIENCE_S, and then assumed to
-# double every _OPTIMISM_S. So a disk that stays slow delays one request in that time.
+# A lane (the queue of copies between two tiers) that was slow must be tried again at some time. Its measured speed is
+# trusted for _PATIENCE_S, and is then assumed to double every _OPTIMISM_S. So a disk that stays slow delays one request
+# in that time.
 _PATIENCE_S = 120.0
 _OPTIMISM_S = 30.0
 _MAX_DOUBLINGS = 64.0
-_FIRST_TOKENS = 1000
-_MIN_GAIN = 0.1  # minimum gain in time to first token for which a loadable part is recomputed
+_FIRST_TOKENS = 1000  # tokens of a prompt for which the prefill speed is reported
+_MIN_GAIN = 0.1  # minimum relative gain in time to first token for which a hit is split
 
 
 class LoadPlan(NamedTuple):
-    """A plan for a hit: load tokens *start* to *end* while the tokens before *start* are computed."""
+    """A plan for a hit: load tokens *start* to *end* - 1, and compute the tokens before *start* at the same time."""
 
     start: int
     end: int
 
 
 LoadSpeeds = Mapping[Route, LaneSpeed]
-"""The recent speed of each route of loads."""
+"""The recent speed of each route (pair of tiers) of loads."""
 
 
 class Moves(NamedTuple):
@@ -42,7 +43,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The data that each prefix of a hit has to move. The first prefix moves nothing."""
+    """The bytes that must be moved to load each prefix of a hit. For the first prefix, nothing must be moved."""
 
     ends: npt.NDArray[np.float64]  # [num_prefixes] lengths in tokens, ascending
     moves: Mapping[Route, Moves]
@@ -51,9 +52,9 @@ class Demand:
 class LoadPlanner:
     """Chooses the prefix to load that minimises a request's time to first token.
 
-    Everything is loaded until prefill speed and lane speeds are known. Loading overlaps with the compute of other
-    requests, which hides it. The bytes queued on a lane are taken into account, so a disk that is too slow for all
-    requests serves some of them. Owned by the engine's thread.
+    Hits are loaded in full until the prefill speed is known, and a lane of unknown speed counts as infinitely fast. The
+    planner assumes that a request loads while the device computes for earlier requests. It takes the bytes queued on a
+    lane into account, so a disk that is too slow for all requests serves some of them. Owned by the engine's thread.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class LoadPlanner:
     ) -> None:
         """Create a planner for steps that compute up to *chunk* tokens of a prompt.
 
-        *with_splits* says whether the front of a hit may be computed while the rest is loaded. It must be False if a
-        group forgets, because a shorter load does not reduce the demand of such a group.
+        *with_splits* says whether a hit may be split: its front is computed while the rest is loaded. It must be False
+        if a group forgets (sliding window, recurrent state), because such a group needs the same blocks at the hit's
+        end, no matter how much of the front is computed.
         """
         self.prefill = prefill
         self.num_plans: Counter[str] = Counter()  # by outcome: all, split, part, nothing
@@ -84,7 +86,7 @@ class LoadPlanner:
         loads = self._load_seconds(demand, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
-        place = len(totals) - 1 - int(np.argmin(totals[::-1]))  # the longest of equal ones, to save compute
+        place = len(totals) - 1 - int(np.argmin(totals[::-1]))  # of equally fast loads the longest, to save compute
         if self._with_splits:
             loads = self._load_seconds(_rests(demand), speeds)
             fronts = self.prefill.seconds_of_rest(demand.ends[:1], demand.ends, self._chunk)
@@ -100,7 +102,7 @@ class LoadPlanner:
         return PlanStatistics(dict(self.num_plans), _FIRST_TOKENS / seconds if seconds else None)
 
     def compute_seconds(self, depth: int, num_tokens: int) -> float:
-        """Return the seconds to compute *num_tokens* tokens after *depth* tokens; 0 if the speed is not known yet."""
+        """Return the seconds to compute *num_tokens* tokens after the first *depth*; 0 if the speed is not known."""
         return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
 
     def load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> float | None:
@@ -117,7 +119,10 @@ class LoadPlanner:
         return seconds
 
     def _seconds(self, speed: LaneSpeed, moves: Moves) -> npt.NDArray[np.float64]:
-        """Return the seconds until one lane has moved the queued bytes and each prefix; 0 for prefixes of 0 bytes."""
+        """Return for each prefix the seconds until one lane has moved the queued bytes and then the prefix's bytes.
+
+        The result is 0 for prefixes that need nothing from this lane.
+        """
         num_bytes, queued_bytes = moves
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))

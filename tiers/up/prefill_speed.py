@@ -4,15 +4,15 @@ import numpy as np
 import numpy.typing as npt
 
 _FADING = 0.98  # decay of the weight of earlier steps per step, so that about the last fifty count
-_MIN_STEPS = 3
-_MIN_GAIN = 0.01  # relative improvement that a less plausible fit must achieve
+_MIN_STEPS = 3  # number of steps that must be measured before an estimate
+_MIN_GAIN = 0.01  # minimum relative improvement for which a fit that is tried later is preferred
 
 
 class PrefillSpeed:
-    """A fit of the measured steps: seconds of a step = c + a · tokens + b · (tokens that all its tokens read).
+    """A fit of the measured engine steps: seconds of a step = c + a · tokens + b · `tokens_read`.
 
-    The last term is attention, which makes a deep token more expensive than a shallow one. The fit is recursive least
-    squares with exponential forgetting and no negative coefficients. Owned by the engine's thread.
+    The last term is attention, which makes a token late in the prompt more expensive than an early one. The fit is
+    recursive least squares with exponential forgetting and without negative coefficients. Owned by the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,16 @@ class PrefillSpeed:
         self._fit = None
 
     def seconds(self, depth: int, num_tokens: int, chunk: int) -> float:
-        """Return the seconds to compute *num_tokens* tokens after *depth* tokens, in steps of *chunk* tokens."""
+        """Return the seconds to compute *num_tokens* tokens after the first *depth*, in steps of *chunk* tokens."""
         return float(self.seconds_of_rest(np.array([depth], np.float64), depth + num_tokens, chunk)[0])
 
     def seconds_of_rest(
         self, depths: npt.NDArray[np.float64], num_tokens: int | npt.NDArray[np.float64], chunk: int
     ) -> npt.NDArray[np.float64]:
-        """Return the seconds to compute the rest of a prompt (or of several) of *num_tokens* after each of *depths*."""
+        """Return the seconds to compute the rest of a prompt of *num_tokens* tokens after each of *depths* tokens.
+
+        *num_tokens* may be an array, with a prompt length for each depth. A step computes *chunk* tokens.
+        """
         if self._fit is None:
             self._fit = _non_negative_fit(self._products, self._with_seconds)
         per_step, per_token, per_read = self._fit
@@ -54,18 +57,18 @@ class PrefillSpeed:
 
 
 def tokens_read(depth: int, num_tokens: int) -> float:
-    """Return how many tokens are read in total by the *num_tokens* tokens after *depth* tokens."""
+    """Return how many tokens the *num_tokens* tokens after the first *depth* read in attention, in total."""
     return num_tokens * (depth + num_tokens / 2)
 
 
 def _non_negative_fit(
     products: npt.NDArray[np.float64], with_seconds: npt.NDArray[np.float64]
 ) -> tuple[float, float, float]:
-    """Return the best fit with non-negative coefficients, some of which may be left out.
+    """Return the best fit with non-negative coefficients, some of which may be left out (0).
 
     Among fits of about equal error, the one that attributes more cost to tokens wins. Prompts of a single length cannot
-    separate the cost of a step from the cost of its tokens. If noise attributed all of it to steps, tokens would seem
-    free, and would be recomputed although they could be loaded.
+    separate the cost of a step from the cost of its tokens. If noise attributed all of the cost to steps, tokens would
+    seem free, and would be recomputed although they could be loaded.
     """
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     best, min_error = np.zeros(3), 0.0

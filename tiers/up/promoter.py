@@ -32,7 +32,8 @@ MAX_IN_FLIGHT = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, and
 class Hits:
     """Queries about hits, answered from the hit's own lookup result while no block has moved, else by a new lookup.
 
-    Has no side effects. Owned by the cache's thread.
+    A hit with a `start` is *split*: blocks before the start that are not on the device are computed while the blocks
+    after it are loaded. Has no side effects. Owned by the cache's thread.
     """
 
     def __init__(self, residency: Residency, uploads: Uploads, backlogs: Backlogs, transfers: TransferEngine) -> None:
@@ -45,7 +46,10 @@ class Hits:
         self._transfers = transfers
 
     def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """Return by group the device slots of the blocks that the hit needs, ABSENT for blocks in a lower tier."""
+        """Return by attention group the device slots of the blocks that the hit needs.
+
+        The slot is ABSENT for a block that is not on the device.
+        """
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
         return [
@@ -63,7 +67,7 @@ class Hits:
     def below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
         """Return by group the places in the lower tiers of *blocks* of the hit, none of which is on the device.
 
-        Callers treat a block that has left since the lookup as a block on disk.
+        A block that has left the lower tiers since the lookup is NOWHERE. Callers treat it as a block on disk.
         """
         if hit.as_of == self._residency.num_changes:
             return [
@@ -143,9 +147,10 @@ class Hits:
         return result
 
     def demand(self, hit: Hit, step: int) -> Demand | None:
-        """Return the data that each prefix of the hit has to move, in steps of *step* tokens; None if nothing.
+        """Return the bytes to move for each prefix of the hit, in steps of *step* tokens; None if all is on the device.
 
-        In a group that forgets, every prefix is assumed to need as many blocks as the whole hit.
+        In a group that forgets (sliding window, recurrent state), every prefix is assumed to need as many blocks as the
+        whole hit.
         """
         absent = [
             absent_blocks(found, group.needed(hit.num_tokens))
@@ -209,7 +214,8 @@ class Hits:
         """Return for each route of `LOADS` the bytes to move for each block. No block may be on the device."""
         is_remote = below == ON_REMOTE
         are_moved = [(below < 0) & ~is_remote, is_remote, np.ones(len(ids), np.bool_)]
-        # The bytes of blocks that are being loaded count as queued. 1 byte each makes the load wait for the queue.
+        # Blocks that are being loaded are among the queued bytes already. Here they count 1 byte each, so that the
+        # plan includes the wait for the queue.
         coming = self._are_coming(hit, group, ids)
         num_bytes = np.where(coming, 1, group.memory.block_bytes)
         return [np.where(is_moved, num_bytes, 0) for is_moved in are_moved]
@@ -222,7 +228,10 @@ def absent_blocks(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
 
 @dataclass(frozen=True, slots=True)
 class _Refresh:
-    """Blocks of one chain and group to refresh. *from_disk* says for each name whether it came from disk, if known."""
+    """Blocks of one chain and group to refresh.
+
+    *from_disk* says for each name of the chain whether its block came from disk; it is empty if no block did.
+    """
 
     chain: BlockChain
     group: GroupTiers
@@ -231,7 +240,7 @@ class _Refresh:
 
 
 class Refreshes:
-    """A queue of prefixes whose blocks in the lower tiers become the most recent.
+    """A queue of prefixes to refresh: their blocks become the most recent ones in the lower tiers.
 
     Each prefix is refreshed from its tail to its front, so that the tail is evicted first. Owned by the cache's thread.
     """
@@ -243,7 +252,8 @@ class Refreshes:
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
         """Queue blocks of a group that were used.
 
-        *from_disk* says for each name of the chain whether its block came from disk; the disk then records the use.
+        *from_disk* says for each name of the chain whether its block came from disk (empty: none did). The disk records
+        the use of these blocks.
         """
         if len(blocks):
             self._waiting.append(_Refresh(chain, group, blocks, from_disk))
@@ -267,7 +277,9 @@ class Refreshes:
 class Promoter:
     """Runs promotions: leases all sources, then takes device slots and fills them (`Uploads`), some blocks at a time.
 
-    The remaining blocks of a promotion wait in its backlog. Owned by the cache's thread.
+    The remaining blocks of a promotion wait in its backlog. The *window* of some methods says how far a dirty device
+    block (one without a copy below) is passed over, in eviction order, to evict a clean one instead. Owned by the
+    cache's thread.
     """
 
     def __init__(
@@ -289,7 +301,7 @@ class Promoter:
         self._waiting: set[Promotion] = set()
         # Blocks of promotions to be loaded layer by layer. Their copies start once the promotion's backlog is empty.
         self._kept_back: dict[Promotion, list[Upload]] = {}
-        self.could_start_more = False  # whether the last call ended because of `PART`
+        self.could_start_more = False  # whether the last `pump` stopped at `PART` blocks, so that another can go on
 
     @property
     def num_waiting(self) -> int:
@@ -324,7 +336,7 @@ class Promoter:
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted, because a request needs them soon.
 
-        Does nothing for a hit that is out of date, because an earlier call has done it.
+        Does nothing if blocks have moved since the hit was looked up. An earlier call has then refreshed the blocks.
         """
         if hit.as_of != self._residency.num_changes:
             return
@@ -334,7 +346,7 @@ class Promoter:
         self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
-        """Process the queues, and end promotions whose deadline has passed."""
+        """Start copies of queued blocks, and end promotions whose deadline has passed."""
         self._residency.lower.poll()
         if self._waiting:
             self._start_more(window)
@@ -372,13 +384,13 @@ class Promoter:
         self._finish_if_arrived(promotion)
 
     def _give_up_all(self) -> None:
-        """Give up all promotions, because the lane to the device, which all blocks need, hangs."""
+        """Give up all promotions, because the lane (copy queue) to the device hangs, and every block needs it."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
         self._uploads.on_lane_hung()
 
     def on_released(self, promotion: Promotion) -> None:
-        """Make the beginning of a split prefix more recent than its rest, so that it is evicted later.
+        """Make the beginning of a split prefix more recent than its rest, so that the beginning is evicted later.
 
         Call this if the promotion's leases ended before its caller had computed the beginning.
         """
@@ -394,7 +406,7 @@ class Promoter:
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """Return by group how many of a promotion's blocks have only a reserved slot."""
+        """Return by group how many of a promotion's blocks are in its backlog, with only a reserved device slot."""
         return self._backlogs.num_left(promotion)
 
     def check(self) -> None:
@@ -409,7 +421,10 @@ class Promoter:
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for a promotion without a backlog"
 
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease device blocks and join uploads in all groups, and return the missing blocks. Takes no slots."""
+        """Lease the blocks on the device, and join uploads of other promotions; return by group the other blocks.
+
+        *slots* are the device slots of the blocks, or ABSENT. Takes no new slots.
+        """
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
             promotion.tables[group.id].frombytes(found.tobytes())
@@ -425,7 +440,7 @@ class Promoter:
         return missing
 
     def _wait_for(self, promotion: Promotion, hit: Hit, blocks: Sequence[BlockIds]) -> None:
-        """Queue *blocks*, which are neither on the device nor in flight, and record the origin of all blocks."""
+        """Queue *blocks*, which are neither on the device nor in flight, and record from which tier all blocks come."""
         below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
@@ -435,7 +450,7 @@ class Promoter:
             self._kept_back[promotion] = []
 
     def _copy_partial(self, promotion: Promotion, partial: PartialHit, window: int) -> None:
-        """Copy the partially matching block into a block of the request, in all groups or in none.
+        """Copy the block of a partial hit into a new slot of the request, in all groups or in none.
 
         The copy runs on the compute stream: after the kernels that wrote the block, before those that continue it.
         """
@@ -519,11 +534,11 @@ class Promoter:
             self._finish_if_arrived(waiter)
 
     def _copy_kept_back(self, promotion: Promotion) -> None:
-        """Start the copies that were kept back, because the promotion cannot be loaded layer by layer after all."""
+        """Start the copies that were kept back to load the promotion layer by layer, which is not possible any more."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Record the origin of the blocks in the backlog and of the uploads that were joined."""
+        """Record in `Promotion.depths` from which tier the queued blocks and the joined uploads come."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         under_way = [
             (block_id, upload)
@@ -542,7 +557,7 @@ class Promoter:
             for place in range(step):
                 places = all_ids * step + place
                 depths[places] = np.maximum(depths[places], sources)
-        # Blocks at the beginning that no group needs count like the first one that a group needs.
+        # Blocks at the beginning that no group needs count like the first block that a group needs.
         starts = [group.needed(promotion.num_tokens).start * group.block_size for group in self._groups]
         first = min(starts) // promotion.chain.block_size
         if first < promotion.num_blocks:
@@ -555,7 +570,7 @@ class Promoter:
             promotion.came_at[upload.source] = self._uploads.resolved_at
             if failure is not None:
                 _leave_out(promotion, upload, block_id, failure)
-                # In every kind of group, no prefix that goes beyond this block can be resumed any more.
+                # No kind of attention can resume after a prefix that ends behind this block, so drop the later blocks.
                 self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
                     self._copy_kept_back(promotion)
@@ -569,7 +584,8 @@ class Promoter:
             self._cut(promotion, promotion.failure)
         promotion.done = True
         is_on_device = promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) == promotion.num_blocks
-        # The lease has refreshed the device blocks. Other users of the lower tiers see the use only if those record it.
+        # Leasing has made the device blocks recent. If all blocks were there, the lower tiers need to know of the use
+        # only if other machines share them.
         if not is_on_device or self._residency.lower.hints.can_ask:
             from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
             for group in self._groups:
@@ -597,7 +613,8 @@ class Promoter:
             behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
             promotion.tables[group.id] = array("i", table[: needed.stop].tobytes())
-            # A request may have filled the hole in the meantime and ended. The blocks behind it must not outlive it.
+            # Another request may have computed the missing block in the meantime, and ended. Make the whole prefix more
+            # recent, its front most of all, so that the blocks behind the missing one are evicted before it.
             if promotion.start:
                 _refresh_device(promotion, group, range(usable // group.block_size))
             if len(behind):

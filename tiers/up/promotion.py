@@ -15,13 +15,15 @@ from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import GroupTiers
 from kvtier.transfer.layer_gate import LayerGate
 
-NO_SLOT = -1  # in a table: the group does not need this block and never reads it
-COMPUTED = 255  # in depths: the block is cached, but is recomputed while the rest of a split hit is loaded
+NO_SLOT = -1  # in a table: no slot for this block, because the attention group does not need it
+# In `Promotion.depths`: the block is cached, but is recomputed. This happens in a split hit, whose front is computed
+# while the rest is loaded.
+COMPUTED = 255
 if TYPE_CHECKING:  # block to device slot or NO_SLOT; an array of "i", which numpy and torch read without conversion
     Table = array[int]
 else:
     Table = array
-Tables = list[Table]  # one for each group
+Tables = list[Table]  # one for each attention group
 WARMEST_FIRST = tuple(Tier)
 
 
@@ -36,7 +38,10 @@ class PartialHit:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """The reasons why the tokens after a prefix must be computed, each with the token position up to which it holds."""
+    """The reasons why the tokens after a prefix must be computed.
+
+    Each reason comes with a token position. It holds for the tokens from the previous reason's position up to this one.
+    """
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
 
@@ -50,11 +55,11 @@ class Misses:
         return counts
 
     def first(self, num_tokens: int) -> Reason:
-        """Return why the token after *num_tokens* misses; LAST_BLOCK if no token does."""
+        """Return the reason for the token after the first *num_tokens*; LAST_BLOCK if no reason is recorded for it."""
         return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
-        """Return the misses of a prefix that was cut to less than *num_tokens* tokens for *reason*."""
+        """Return the misses after a prefix of *num_tokens* tokens was shortened for *reason*."""
         return Misses(((num_tokens, reason), *self.reasons))
 
 
@@ -72,7 +77,8 @@ class Hit:
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
     below: Sequence[Places] = ()
     as_of: int = -1
-    start: int = 0  # start of a split hit; tokens before it that are not on the device are computed, not loaded
+    # If not 0, the hit is split: tokens before *start* that are not on the device are computed, not loaded.
+    start: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -84,24 +90,23 @@ class Hit:
 class Promotion:
     """A prefix that is being loaded into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
-    `num_tokens` may then be smaller than in the hit: blocks that failed, were corrupt or late are left out, with all
-    blocks that need them. After them come *num_copied* tokens that were copied from a cached block into a block that
-    only the caller uses and no lookup finds. For a split hit, only the blocks after the first *start* tokens are
-    loaded.
+    `num_tokens` may then be smaller than in the hit, because the prefix ends before a block that failed, was corrupt or
+    was late. After the prefix come *num_copied* tokens, which were copied from a cached block into a block that only
+    the caller uses and no lookup finds. For a split hit, only the blocks after the first *start* tokens are loaded.
     """
 
     chain: BlockChain
     num_tokens: int
     tables: Tables
-    depths: bytearray  # [name of the chain] depth of the coldest tier from which a group gets the block
+    depths: bytearray  # [name of the chain] `Tier.depth` of the coldest tier from which a group gets the block
     misses: Misses
-    deadline: float | None = None
+    deadline: float | None = None  # on the cache's clock
     start: int = 0
     num_copied: int = 0
     done: bool = False
     failure: Reason | None = None  # reason of the last block that did not arrive
     gate: LayerGate | None = None  # set if the blocks are loaded layer by layer, so that compute may start early
-    waiting: set["Upload"] = field(default_factory=set)
+    waiting: set["Upload"] = field(default_factory=set)  # blocks in flight that the promotion waits for
     came_at: dict[Tier, float] = field(default_factory=dict)  # tier to the arrival time of its last block
 
     @property
@@ -120,13 +125,19 @@ class Promotion:
         return self.depths.count(COMPUTED) * self.chain.block_size
 
     def take_over(self, earlier: "Promotion") -> None:
-        """Copy the origins of the blocks from *earlier*, a promotion of the same request that was cut short."""
+        """Take over which tiers the blocks came from, as recorded in *earlier*.
+
+        *earlier* is a promotion of the same request that ended early.
+        """
         both = zip(self.depths, earlier.depths, strict=False)
         self.depths[: len(earlier.depths)] = bytes(map(max, both))
         self.misses = earlier.misses
 
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
-        """Return the origins of the prompt's tokens. A block that no group needs counts like the block after it."""
+        """Return which tiers the prompt's tokens came from, and why the others are computed.
+
+        A block that no group needs counts like the block after it.
+        """
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk, remote = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         after = num_prompt_tokens - self.num_tokens - self.num_copied

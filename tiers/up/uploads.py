@@ -21,17 +21,17 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 4 << 20  # per copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 32  # maximum, so that processing a finished batch is short
-MAX_PARTS = 8  # of a copy by layers; compute waits for the first part only, an eighth of the copy
-BY_LAYERS_BYTES = 4 << 20  # minimum of a copy by layers; smaller copies end before compute could begin
-LATE_S = 1.0  # a copy hangs if it has been on its lane for this long and a deadline has passed
+BATCH_BYTES = 4 << 20  # bytes per batch and copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # maximum number of blocks per batch, so that processing a finished batch is short
+MAX_PARTS = 8  # parts of a copy by layers; compute waits only for the first part, an eighth of the copy
+BY_LAYERS_BYTES = 4 << 20  # minimum size of a copy by layers; smaller copies end before compute could begin
+LATE_S = 1.0  # a copy counts as hung if it has been on its lane for this long and a promotion's deadline has passed
 
 
 class LayeredUpload:
     """One copy to the device layer by layer, done when all blocks are copied and verified.
 
-    A lane runs `copy`; all other methods run on the owner's thread.
+    A thread of the lane (the queue of copies to the device) runs `copy`. All other methods run on the owner's thread.
     """
 
     def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
@@ -60,7 +60,7 @@ class LayeredUpload:
 
     def on_copied(self, is_copied: bool) -> None:
         """Record that the copies have ended; *is_copied* is False after an error."""
-        self.gate.open_all()  # because a lane that was closed never started `copy`
+        self.gate.open_all()  # needed if the lane was closed before it started `copy`
         self._is_copied = is_copied
 
     def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
@@ -68,7 +68,10 @@ class LayeredUpload:
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 
     def outcomes(self) -> Mapping[Upload, bool | None] | None:
-        """Return for each block whether it is correct, or None if its copy failed. Return None until all are known."""
+        """Return None until the outcomes of all blocks are known, then the outcome of each.
+
+        The outcome is whether the block's bytes are correct, or None if its copy or verification failed.
+        """
         if self._is_copied is None or len(self._outcomes) < self._num_uploads:
             return None
         if self._is_copied and not self.gate.missed:  # otherwise a step may have computed without a layer
@@ -87,8 +90,9 @@ def upload_blocks(
 ) -> list[bool]:
     """Copy the host blocks that match their digests to the device, and return for each whether it does.
 
-    Runs on a lane. Verifying before the copy is enough, because the upload leases the host slots until this function
-    has returned. The lease stays valid even if the slots belong to a sidecar that has ended this process's session.
+    Runs on a lane's thread. Verifying before the copy is enough, because the upload leases the host slots until this
+    function has returned. The leases stay valid even if the slots belong to a sidecar that has ended this process's
+    session.
     """
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
@@ -124,11 +128,11 @@ class Uploads:
             for group in residency.groups
         }
         self._coming: dict[tuple[Fetch, int], Upload] = {}  # blocks not leased in host memory yet
-        self._to_upload: OrderedDict[Upload, None] = OrderedDict()
-        self.queued_bytes = 0  # of `_to_upload`
-        self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
+        self._to_upload: OrderedDict[Upload, None] = OrderedDict()  # blocks to submit to the lane
+        self.queued_bytes = 0  # bytes of `_to_upload`
+        self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()  # verifications to submit to the lane
         self._on_lane: dict[Upload, float] = {}  # blocks on the lane to the device, with the time of submission
-        self._hanging: set[Upload] = set()
+        self._hanging: set[Upload] = set()  # blocks on a lane that was found to hang
 
     def __iter__(self) -> Iterator[Upload]:
         return (upload for uploads in self._uploads.values() for upload in uploads.values())
@@ -232,7 +236,7 @@ class Uploads:
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def on_lane_hung(self) -> None:
-        """Write off the blocks on the lane to the device, which hangs. They must have no waiters.
+        """Give up the blocks on the lane to the device, because it hangs. No promotion may wait for them.
 
         Until a transfer of the lane ends, lookups ignore the lower tiers, because every new request would wait too.
         """
@@ -330,7 +334,7 @@ class Uploads:
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
-        """Name consecutive blocks of one chain that have arrived.
+        """Name the blocks of a row, consecutive blocks of one chain, which have arrived.
 
         If a block was computed in another slot in the meantime, the waiting promotions use that slot.
         """
@@ -349,7 +353,7 @@ class Uploads:
                     waiter.tables[group.id][place] = slot
 
     def _batches(self, uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-        """Yield the uploads in batches of one group each, as large as one copy may be."""
+        """Yield the uploads in batches, each of one attention group and at most as large as one copy may be."""
         by_group: dict[GroupTiers, list[Upload]] = {}
         for upload in uploads:
             by_group.setdefault(upload.group, []).append(upload)
@@ -365,7 +369,7 @@ class Uploads:
             self._on_resolved(upload, failure)
 
     def _end(self, uploads: Sequence[Upload]) -> None:
-        """Remove the uploads and release their leases, in host memory the tail first."""
+        """Remove the uploads and release their leases; in host memory, a prefix's tail first."""
         fetched: dict[Fetch, list[int]] = {}
         for upload in reversed(uploads):
             if upload in self._hanging:

@@ -10,9 +10,9 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 class CudaLane:
     """A `ThreadLane` in which each thread copies on its own CUDA stream.
 
-    Before the copy, the stream waits for all compute that was enqueued when the transfer was submitted. So a spill
-    reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that still read
-    its former content.
+    Before the copy, the stream waits for all compute that was enqueued when the transfer was submitted. So a spill (a
+    copy to the host) reads a block after the kernels that wrote it, and a promotion (a copy to the device) overwrites a
+    slot after the kernels that still read its former content.
 
     A transfer is finished when its bytes are in place: the lane's thread synchronises the stream, and the owner does
     not wait. Only then does `poll()` publish blocks and reuse slots. So compute enqueued later finds a promoted block

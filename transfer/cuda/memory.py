@@ -134,7 +134,7 @@ class CudaMemory:
         self._slab.close()
 
     def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
-        """Return which slots are pinned. A slot that is pinned a moment later does no harm."""
+        """Return which slots are pinned. A slot that is pinned a moment later is copied the slower way."""
         self._slab.copied = True
         return host < self._slab.num_pinned_slots
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _PAGE = 1000  # names per LIST response and per DELETE
-_MAX_AT_ONCE_BYTES = 80 << 20  # a longer object, whose only block is that long, is put in parts
-_PART_BYTES = 16 << 20
+_MAX_AT_ONCE_BYTES = 80 << 20  # a larger object (which has a single, large block) is uploaded in parts
+_PART_BYTES = 16 << 20  # of such an upload, in one request
 _NOT_SO_LONG = re.compile(r"\b416 R|InvalidRange")  # how servers and file systems report that a range is beyond the end
 _PRIVATE = 0o700
 _SHARED = 0o770  # if the folder is writable for its group, whose members then share the store

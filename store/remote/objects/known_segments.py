@@ -1,4 +1,4 @@
-"""`KnownSegments`: where the values of keys are, as learned from footers, in bounded memory."""
+"""`KnownSegments`: a bounded cache of footers, which say in which object and where in it the value of a key is."""
 
 import threading
 from collections import OrderedDict
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownSegment:
-    """An object's footer. *tag* is its ETag, by which an overwrite shows, or "" if the store has none."""
+    """An object's footer. *tag* is the object's ETag, which changes with an overwrite, or "" if the store has none."""
 
     path: str
     tag: str
@@ -31,9 +31,10 @@ class KnownSegment:
 
 
 class KnownSegments:
-    """The segments whose footer this client has read or written. The least recently used ones are forgotten.
+    """The segments (objects that hold a run of blocks) whose footer this client has read or written.
 
-    Entries may be outdated, because every value that is read through them is verified. All methods are thread-safe.
+    The least recently used segments are forgotten. Entries may be outdated. That does no harm, because every value that
+    is read through them is verified. All methods are thread-safe.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -45,7 +46,7 @@ class KnownSegments:
         self._lock = threading.Lock()
 
     def add(self, segment: KnownSegment) -> None:
-        """Remember what *segment* holds, except for values that were refused. For each key the last segment counts."""
+        """Remember the entries of *segment*, except for refused ones. They replace earlier entries of the same keys."""
         with self._lock:
             self._forget(segment.path)
             self._segments[segment.path] = segment

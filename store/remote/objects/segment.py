@@ -1,4 +1,7 @@
-"""Segments: the records of a run, one after the other, and a footer that says where each is. Bytes only, no I/O."""
+"""Segments: the records of consecutive blocks, one after the other, and a footer that says where each record is.
+
+This module only converts bytes; it does no I/O.
+"""
 
 import struct
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,10 @@
-"""Names of segments: keys alone determine where a run is cut, so a client that has the keys knows the names.
+"""Names of segments, which are the objects that each hold a run of consecutive blocks of a chain.
 
-A key has a *level*, given by its hash: every second key has level 0, every fourth 1, and so on. The blocks between two
-keys of at least a given level are an interval, which ends with the second key. A segment is a whole interval. Its name,
-which is its last key and a level, determines its content, because a key commits to all keys before it. So equal names
-mean equal keys, whichever client writes them.
+The keys alone determine where a run is cut into segments, so a client that has the keys knows the names. A key has a
+*level*, given by its hash: half of all keys have level 0, a quarter level 1, and so on. The blocks between two keys of
+at least a given level are an interval, which ends with the second key. A segment is a whole interval. Its name consists
+of its last key and a level, and determines which keys it holds, because a key determines all keys before it. So equal
+names mean equal keys, whichever client writes them.
 """
 
 import hashlib
@@ -19,14 +20,15 @@ TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of bloc
 MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; a longer interval is cut at a lower level
 
 
-_TIMES_WHAT_FOLLOWS = 4
-_ALWAYS_ALLOWED = 8  # blocks
+_TIMES_WHAT_FOLLOWS = 4  # limit on the blocks of an interval, relative to those that follow it in its run
+_ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 
 
 class SegmentName(NamedTuple):
     """The interval of *level* that ends with the key *last*. Level 0 stands for that block alone.
 
-    The level is one more than the highest within the interval, so that an interval has one name.
+    *level* is one more than the highest level of the keys before *last* in the interval, so that an interval has one
+    name.
     """
 
     level: int
@@ -69,7 +71,7 @@ def cut(records: Sequence[RemoteRecord]) -> list[Segment]:
 
 
 def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-    """Return the runs in *records*, in each of which every record is the parent of the next. Runs may alternate."""
+    """Return the runs in *records*: in a run each record is the parent of the next. Runs may be interleaved."""
     runs: list[list[RemoteRecord]] = []
     by_end: dict[bytes, list[RemoteRecord]] = {}
     for record in records:
@@ -85,9 +87,9 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
     """Yield segments, each the longest interval that begins there, ends within *run*, and fits `MAX_BYTES`.
 
-    An interval has at most four times as many blocks as follow it in the run (or 8). Consider a prompt that shares a
-    document with this one and continues differently. It misses less of the document than four times what this run has
-    after the document.
+    An interval has at most four times as many blocks as follow it in the run, or 8 blocks. The limit helps another
+    prompt that shares a document with this run and then continues differently, because it cannot use an interval that
+    goes beyond the document. So it misses fewer blocks of the document than four times what this run has after it.
     """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]

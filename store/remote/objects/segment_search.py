@@ -11,16 +11,18 @@ _GROWTH = 4
 class SegmentSearch:
     """The requests that find the segments of one chain, whose keys are in its order. The class itself does no I/O.
 
-    The first round asks for every interval of the top level. The later rounds begin at the first key that was not
-    found. They ask for the parts of its missing interval, two per level on average. A level at which something was
-    found is searched further ahead. So the search ends with the first interval whose parts are all missing, unless more
-    was found behind it. Below the top level it makes 64 requests, and one more for each key that it has found.
+    A segment is an interval of the chain, cut at keys of a given level (see `segment_names`). The first round asks for
+    every interval of the top level. The later rounds begin at the first key that was not found. They ask for the
+    smaller intervals in its missing interval, two per level on average. If segments of a level were found, the next
+    rounds ask for more intervals of that level. So the search ends with the first interval of which nothing was found,
+    unless segments behind it were found. Below the top level the search makes at most 64 requests, plus one for each
+    key that it has found.
     """
 
     def __init__(self, keys: Sequence[bytes], known: Container[bytes] = ()) -> None:
         """Prepare a search for those *keys* that are not *known*.
 
-        *keys* must have no gaps, because they show where intervals begin.
+        *keys* must be consecutive in the chain, because the keys show where intervals begin.
         """
         self._keys = keys
         self._levels = [level_of(key) for key in keys]
@@ -61,7 +63,7 @@ class SegmentSearch:
         return list(self._asked)
 
     def _ahead(self, level: int) -> Iterator[tuple[int, int, SegmentName]]:
-        """Yield end, level and name of the intervals of *level* with missing keys, as far as that level reaches."""
+        """Yield end, level and name of the intervals of *level* with missing keys, as far ahead as `_reach` says."""
         num_passed, end = 0, -1
         for at in self._missing:
             if at <= end:

@@ -22,7 +22,7 @@ _SLOTS = Command(b"CLUSTER", (b"SLOTS",))
 _MAX_REDIRECTIONS = 3  # of one key in one call; each costs a round trip
 _PAUSE_S = 0.1  # between two requests for the slot map
 
-Owners = list[Address | None]  # of each slot
+Owners = list[Address | None]  # the slot map: which node has each of the cluster's hash slots
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class _Way:
 class RedisCluster:
     """The primaries of a cluster. All methods are thread-safe.
 
-    A node that is down or silent costs its own keys, and one wait for the calls that find it silent. From then on calls
-    skip it (`ClusterMember`), and the slot map is requested again in the background. redis-py's own `RedisCluster` asks
-    one node after the other and retries failed commands key by key. There a silent node would delay a batch by many
-    times its timeout.
+    A node that is down or silent makes only its own keys fail. The calls that find it silent wait once. From then on
+    calls skip the node (`ClusterMember`), and the slot map is requested again in the background. redis-py's own
+    `RedisCluster` asks one node after the other and retries failed commands key by key. There a silent node would delay
+    a batch by many times its timeout.
     """
 
     def __init__(self, settings: RedisSettings) -> None:

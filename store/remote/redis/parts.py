@@ -8,7 +8,7 @@ import xxhash
 from kvtier.store.remote_store import RemoteRecord
 
 PART_BYTES = 4 << 20
-_SLACK_BYTES = 4096  # that a part may have in addition, so that what encryption adds needs no part of its own
+_SLACK_BYTES = 4096  # that a part may have in addition, so that the overhead of encryption does not add a part
 _MAGIC = b"KVTP"  # no record begins like this
 _ID_BYTES = 16
 _MAX_PARTS = 1024  # of a value; the largest block, 2 GiB, has 512
@@ -17,7 +17,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Parts(NamedTuple):
-    """Description of a value's other parts, in its first part.
+    """The description of a large value's other parts, with which its first part begins.
 
     *parts_id* is a digest of the record. So parts of two writers are never taken for parts of one record, unless both
     records have the same bytes.
@@ -40,9 +40,10 @@ class Parts(NamedTuple):
 
 
 def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
-    """Split *record* into the value for its own name and the parts that are put before it, none for a small record.
+    """Split *record* into its first part, which is stored under the record's name, and the other parts.
 
-    All have about the same size. The parts are views of the record's payload.
+    The first part is put last. All parts have about the same size; a small record has only the first. The other parts
+    are views of the record's payload.
     """
     payload = record.payload.cast("B")
     num_parts = max(1, -(-(payload.nbytes - _SLACK_BYTES) // PART_BYTES))
@@ -57,5 +58,5 @@ def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
 
 
 def joined(first: memoryview, rest: list[memoryview]) -> memoryview:
-    """Return the record, joined from the value under its own name and the parts."""
+    """Return the record, joined from its first part and the other parts."""
     return memoryview(b"".join((first[HEAD_BYTES:], *rest)))

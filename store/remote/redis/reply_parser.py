@@ -18,7 +18,7 @@ from redis.utils import SENTINEL
 
 from kvtier.store.remote.redis.command import Reply
 
-_KEPT_BYTES = 64 << 20  # per process
+_KEPT_BYTES = 64 << 20  # of memory that is kept for later values, per process
 _MIN_BYTES = 128 << 10  # from this size on malloc takes memory from the kernel and returns it there
 
 Memory = npt.NDArray[np.uint8]
@@ -98,7 +98,7 @@ class ReplyParser(BaseParser):
         return True
 
     def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
-        """Return the next reply, also if it is an error of the server's.
+        """Return the next reply. An error of the server is returned too, unless the connection is no longer usable.
 
         *timeout* is in seconds for the whole reply, not for each call.
         """
