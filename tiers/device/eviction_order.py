@@ -134,8 +134,8 @@ class Runs:
     """The block in each slot. Consecutive blocks of a prompt form a *run*, which makes lookups of many names faster.
 
     A dict lookup costs one to three CPU cache misses per name: 43 ns in a pool of 10,000 slots and 230 ns in a pool of
-    a million. A lookup in a run takes 11 and 14 ns, because its names and slots are adjacent in memory. The blocks of a
-    request that is named chunk by chunk form one run.
+    a million. A lookup in a run takes 11 ns and 14 ns there, because its names and slots are adjacent in memory. The
+    blocks of a request that is named chunk by chunk form one run.
 
     A slot's *spot* combines the run of its block and the block's place in the run in one number. So the spots of
     consecutive blocks are consecutive numbers, and one numpy call writes, compares or clears all of them. This is fast

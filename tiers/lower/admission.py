@@ -1,7 +1,8 @@
-"""Admission: which blocks are written to disk, within and over the write budget.
+"""Admission: the decision which blocks are written to disk, so that the daily write budget is kept.
 
-Behind one H100, writing every block wears out a drive rated for one drive write per day 15 times too fast. Over the
-budget, only blocks requested a second time are written: half of the hits for a fifth of the bytes (trace study).
+With one H100, writing every block would wear out a drive rated for one drive write per day 15 times too fast. When the
+budget is short, only blocks that are requested a second time are written. This gives half of the disk hits for a fifth
+of the bytes (trace study).
 """
 
 import math
@@ -13,24 +14,24 @@ from kvtier.tiers.lower.remembered_blocks import RememberedBlocks
 from kvtier.tiers.naming.block_hash import BlockName
 
 REMEMBERED_PER_BLOCK = 4  # refused blocks to remember per block that fits on the disk (trace study)
-MAX_PROMISED = 1 << 14  # one for each chain being copied down
+MAX_PROMISED = 1 << 14  # limit on promises, of which each prompt being copied down needs one
 DAY_S = 86_400.0
-RESERVE = 0.25  # share of a day's bytes kept for blocks that are used again: six hours' refill
+RESERVE = 0.25  # share of a day's bytes that is kept for blocks that are used again, as much as refills in six hours
 
 
 class WriteBudget:
     """A token bucket of one day's bytes that refills evenly: at most N + 1 days' bytes are written in N days.
 
-    A quarter of the bucket is a reserve for blocks that are used again. The caller asks before it writes, and calls
-    `spend` afterwards with the bytes as stored, if known. Concurrent writes may overdraw the bucket; refills repay that
-    first. Owned by the tiers' thread.
+    A quarter of the bucket is a reserve for blocks that are used again. The caller calls `allows` or `spares` before it
+    writes. Afterwards it calls `spend` with the number of bytes as stored, if that is known. Concurrent writes may
+    overdraw the bucket, which is made up for by later refills. Owned by the tiers' thread.
     """
 
     def __init__(self, bytes_per_day: int | None, clock: Callable[[], float], written_last_day_bytes: int = 0) -> None:
-        """Create a full bucket, less the bytes written in the day before the start; None is no limit, 0 writes nothing.
+        """Create a full bucket of *bytes_per_day* (None: no limit), less *written_last_day_bytes*.
 
-        *written_last_day_bytes* count as if written just now, so that restarts do not raise the limit. Raises
-        ValueError if a number of bytes is negative.
+        The bytes written in the day before the start count as if they were written just now, so that restarts do not
+        raise the limit. Raises ValueError if a number of bytes is negative.
         """
         if (bytes_per_day or 0) < 0 or written_last_day_bytes < 0:
             raise ValueError(f"{bytes_per_day} bytes a day, {written_last_day_bytes} written: neither can be negative")
@@ -69,7 +70,7 @@ class WriteBudget:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Decisions since the start, in blocks and raw bytes. Each request for the same block is a new decision."""
+    """Decisions since the start, in blocks and uncompressed bytes. Each use of a block is a decision of its own."""
 
     num_admitted: int = 0
     admitted_bytes: int = 0
@@ -80,20 +81,19 @@ class AdmissionStatistics:
 class Admission:
     """The policy that admits blocks to disk: all blocks while the budget has some to spare, then only reused ones.
 
-    A reused block is one that was refused before and is requested again. Such blocks have the budget's reserve to
-    themselves; when the reserve is used up, no block is admitted.
+    Each call of `admit` with a block counts as a use of it: the first when the block comes to host memory, later ones
+    when a request uses it there or computes it again. A *reused* block is one that was refused at an earlier use. The
+    reserve of the budget is for reused blocks only; when it is used up too, only promised blocks (see below) are
+    admitted. A refused block gets no other chance before its next use.
 
-    A block behind a hole is never admitted: not if its predecessor is refused in the same call, nor if the block is new
-    and its predecessor was refused earlier and is not on disk yet. Because chains come down tail first, in batches, a
-    predecessor that has not come yet cannot be checked. It is *promised* instead: it is admitted when it is requested,
-    whatever the budget is then. So a chain whose tail was admitted is written to its front, and may overdraw the budget
-    by its length. Admitting only continuations of blocks on disk would not work: over the budget nothing would be
-    admitted, and below it only tails.
+    A block on disk is useless if its parent, the block that it continues, is missing there. So a block is refused if
+    its parent is refused in the same call. A block that is not reused is also refused if its parent was refused earlier
+    and is neither on disk yet nor promised.
 
-    The policy assumes that a request for a block means that it was used. A block is requested once when it comes to
-    host memory, and again only when it is used there or computed anew. A request that uses a block uses all blocks
-    before it, so these are requested too, later in the same round (tail first). A refused block is not kept for another
-    attempt.
+    Prompts are copied down tail first, in batches, so often the parent comes only in a later call. If a block is
+    admitted before its parent has come, the parent is *promised*: it will be admitted when it comes, whatever the
+    budget is then. So a prompt whose tail was admitted is written up to its front, which may overdraw the budget by the
+    prompt's length. To admit only blocks whose parent is on disk already would not work, because tails come first.
 
     Owned by the tiers' thread. The policy neither writes nor charges the budget; its caller does both.
     """
@@ -107,7 +107,7 @@ class Admission:
         self._budget = budget
         self._holds = holds
         self._refused = RememberedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)
-        # Blocks to admit when they come, oldest promise first. Each promise is kept once.
+        # Blocks to admit when they come, the oldest promise first. A promise ends when its block comes.
         self._promised: OrderedDict[tuple[int, BlockName], None] = OrderedDict()
         self._statistics = AdmissionStatistics()
 
@@ -116,9 +116,9 @@ class Admission:
     ) -> list[bool]:
         """Decide for each of these blocks, which were used, whether it may be written now; remember the refused ones.
 
-        *names* are distinct and in any order, of any number of chains. *parents* are the blocks that they continue:
-        None for the first block of a chain, and for a block that is usable without its predecessor (the last blocks of
-        a window, a recurrent state).
+        *names* are distinct and in any order, and may be of several prompts. *parents* are the names of the blocks that
+        they continue: None for the first block of a prompt, and for a block that is usable without its parent (in a
+        sliding window, or as a recurrent state).
         """
         is_limited = names and self._budget.bytes_per_day is not None
         admitted = self._decide(group_id, names, parents, block_bytes) if is_limited else [True] * len(names)
@@ -144,7 +144,7 @@ class Admission:
     def _decide(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """Return what `admit` returns, with a limited budget."""
+        """Return the result of `admit` for a budget that is limited."""
         parent_of = dict(zip(names, parents, strict=True))
         assert len(parent_of) == len(names), "a block is asked for twice in one call"
         was_refused = dict(zip(names, self._refused.has(group_id, names), strict=True))
@@ -177,7 +177,7 @@ class Admission:
         return [admitted[name] for name in names]
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """Remove the promises for blocks of this call; return those blocks and their predecessors in this call."""
+        """End the promises for blocks of this call. Return these blocks, and all blocks before them in this call."""
         due: set[BlockName] = set()
         for name in parent_of:
             if (group_id, name) in self._promised:

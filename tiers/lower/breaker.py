@@ -4,9 +4,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NewType
 
-MAX_FAILURES = 3  # in a row; a single hang is enough
-REST_S = 1.0
-MAX_REST_S = 60.0  # while probes fail, the rest doubles up to this
+MAX_FAILURES = 3  # failures in a row that open a breaker; a single hang opens it too
+REST_S = 1.0  # how long the store is not used after the breaker has opened, until the first probe
+MAX_REST_S = 60.0  # limit on that time, which doubles with each failed probe
 HUNG_S = 10.0  # an operation without its own deadline that takes longer than this counts as hung, not slow
 
 Attempt = NewType("Attempt", int)
@@ -21,26 +21,27 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """A circuit breaker for one kind of operation on one store. Reads and writes differ: a full disk still reads.
+    """A circuit breaker for one kind of operation on one store.
 
-    The caller begins an attempt before it uses the store, and ends it with `on_succeeded`, `on_failed`, `on_hung` or
-    `withdraw`; a probe that is never ended blocks all later probes. An attempt counts only in the period in which it
-    began; opening and closing start a new period. So an attempt that is in flight when the breaker opens can neither
-    close it, nor prolong its rest, nor count afterwards.
+    Reads and writes have separate breakers, because a full disk can still be read. The caller begins an attempt before
+    it uses the store, and ends it with `on_succeeded`, `on_failed`, `on_hung` or `withdraw`. A probe that is never
+    ended blocks all later probes. An attempt counts only in the period in which it began; a new period starts whenever
+    the breaker opens or closes. So an attempt that is in flight when the breaker opens has no effect any more.
 
-    Used by the owner's thread only. It starts nothing and does not block.
+    Used by the owner's thread only. A breaker starts no operations and does not block.
     """
 
     def __init__(
         self, clock: Callable[[], float], max_failures: int = MAX_FAILURES, max_rest_s: float = MAX_REST_S
     ) -> None:
-        """Create a closed breaker; *max_failures* in a row open it, and it rests for at most *max_rest_s*.
+        """Create a closed breaker. *max_failures* in a row open it.
 
-        Raises ValueError if *max_failures* is less than 1.
+        *max_rest_s* limits the time for which the store is not used before it is probed. Raises ValueError if
+        *max_failures* is less than 1.
         """
         if max_failures < 1:
             raise ValueError(f"max_failures must be at least 1, not {max_failures}")
-        self.num_opened = 0
+        self.num_opened = 0  # how often the breaker has opened
         self._clock = clock
         self._max_failures = max_failures
         self._max_rest_s = max_rest_s
@@ -48,12 +49,12 @@ class CircuitBreaker:
         self._period = 1
         self._next_rest_s = REST_S
         self.is_closed = True  # whether the breaker allows everything; False while half open
-        self._rests_until = float("-inf")  # while it is not closed
-        self._is_probing = False
+        self._rests_until = float("-inf")  # when the store may be probed, if the breaker is not closed
+        self._is_probing = False  # whether a probe is in flight
 
     @property
     def state(self) -> BreakerState:
-        """Current state. Only time changes it from open to half-open."""
+        """Current state. It changes from open to half-open by the passing of time alone."""
         if self.is_closed:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._rests_until else BreakerState.HALF_OPEN
@@ -93,7 +94,10 @@ class CircuitBreaker:
             self._open()
 
     def withdraw(self, attempt: Attempt) -> None:
-        """End an attempt that says nothing about the store because it never started; a probe may be tried again."""
+        """End an attempt that says nothing about the store, for example because its operation never started.
+
+        If the attempt was a probe, another one may begin.
+        """
         if attempt == self._period and self._is_probing:
             self._new_period()
 

@@ -1,4 +1,4 @@
-"""Clearing: deletion of the records on disk that are in no index any more, concurrently with other work."""
+"""Clearing: deletion of the records on disk that the index does not have any more, while other work goes on."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,10 +10,10 @@ REST_S = 1.0  # pause after an error of the disk
 
 
 class RecordDeletion:
-    """The page-by-page deletion of records that are on disk but not in the index.
+    """Deletes the records that are on disk but not in the index, page by page.
 
-    After the disk's index is emptied, its records are useless to this process, but the next process would find them.
-    Records written since then are in the index and stay. Owned by the tiers' thread.
+    After the index has been emptied, this process does not find the records on disk, but the next process would.
+    Records that were written after that are in the index, and stay. Owned by the tiers' thread.
     """
 
     def __init__(self, disk: DiskTier, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -31,7 +31,7 @@ class RecordDeletion:
         self._disk.rewind_index()
 
     def go_on(self) -> None:
-        """Submit the scan of the next page, unless one is in flight."""
+        """Start to scan the next page, unless a scan or a deletion is in flight."""
         if self.is_done or self._is_under_way or self._clock() < self._not_before:
             return
         if self._disk.indexed_opening != self._disk.opening():
@@ -50,7 +50,7 @@ class RecordDeletion:
         keys: Sequence[bytes] = transfer.result
         if not keys:
             self.is_done = True
-            if self._was_opened_anew:  # reload the index: records written since must be found, the rest written again
+            if self._was_opened_anew:  # reload the index, and then write the blocks again that the reopened store lacks
                 self._was_opened_anew, self._disk.indexed_opening = False, 0
             return
         unknown = [key for key in keys if self._is_unknown(key)]

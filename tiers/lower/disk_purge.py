@@ -1,4 +1,4 @@
-"""A purge of records on the disk, in parts."""
+"""DiskPurge: the eviction of records from the disk, requested by an operator, in parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -9,14 +9,15 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_EVICTED = 256  # records at a time: processing their eviction takes the owner's thread a millisecond
-ALL_BYTES = 1 << 62
+MAX_EVICTED = 256  # records per part; processing their eviction takes a millisecond of the owner's thread
+ALL_BYTES = 1 << 62  # no limit
 
 
 class DiskPurge:
     """A purge of the disk. Owned by the tiers' thread; a lane's thread does the deletions.
 
-    Records leave in the store's eviction order, or in the order of the scan if the purge is limited to a namespace.
+    Records are evicted in the store's eviction order. If the purge is limited to a namespace, they are evicted in the
+    order in which a scan finds them.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class DiskPurge:
         on_gone: Callable[[Sequence[bytes]], None],
         order: PurgeOrder,
     ) -> None:
-        """Create a purge that has not started; *on_gone* receives the evicted keys in the tiers' thread."""
+        """Create a purge that has not started. *on_gone* is called with evicted keys, in the tiers' thread."""
         self._disk = disk
         self._transfers = transfers
         self._on_gone = on_gone
@@ -37,7 +38,7 @@ class DiskPurge:
         self.why_not = ""
 
     def parts(self) -> Iterator[bool]:
-        """Evict in parts, see `Purge.parts`, until nothing more is to be evicted or the disk fails."""
+        """Evict records part by part (see `Purge.parts`), until no more are to be evicted or the disk fails."""
         if not self._disk.is_open:
             self.why_not = "the disk is not open"
             return
@@ -68,9 +69,10 @@ class DiskPurge:
         return MAX_EVICTED if limit is None else min(MAX_EVICTED, limit - self.num_evicted)
 
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
-        """Return the work of the next part for a lane: it returns what was evicted, and whether it was the last part.
+        """Return the work of the next part for a lane. It returns what it evicted, and whether it was the last part.
 
-        *walk* holds the iterator over the keys not scanned yet, once a part has created it. Only lanes touch it.
+        *walk* is empty at first. If the purge scans keys, the first part puts the iterator over the keys there. Only
+        lanes' threads use *walk*.
         """
         disk, prefix = self._disk, self._order.namespace
         num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""

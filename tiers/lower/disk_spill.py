@@ -29,8 +29,8 @@ class DiskBatch(CopyBatch):
 
     group_id: int
     attempt: Attempt
-    # Blocks of this batch that, according to outcomes processed before this batch's, the disk has evicted. It is unknown
-    # whether the disk evicted them before or after this batch wrote them, so they count as no longer on disk.
+    # Blocks of this batch that left the disk according to the outcome of another batch, which was processed earlier. It
+    # is unknown whether they left before or after this batch wrote them, so they count as no longer on disk.
     pushed_out: set[BlockName] = field(default_factory=set)
 
 

@@ -11,15 +11,15 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.named_blocks import OwnerNumbers, number_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause
 
-QUOTA_PART = 1 << 12  # entries of the host's eviction order to scan at a time for blocks of a tenant over quota
-MAX_SHED = 128  # limit on blocks evicted for a quota at a time
+QUOTA_PART = 1 << 12  # entries of host memory's eviction order that are scanned at a time for blocks of a tenant
+MAX_SHED = 128  # maximum number of blocks evicted for a quota at a time
 
 
 class HostBlocks:
-    """Digest and tenant of each block in one group's host slots. Owned by the tiers' thread.
+    """Digest and tenant of each block in one attention group's host slots. Owned by the tiers' thread.
 
-    These are flat arrays allocated once, because a dict with a million entries stalls for tens of milliseconds when it
-    grows.
+    They are kept in flat arrays that are allocated once, because a dict with a million entries stalls for tens of
+    milliseconds when it grows.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -28,13 +28,13 @@ class HostBlocks:
         self._tenants = np.zeros(num_slots, np.uint64)  # 0: no tenant
 
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
-        """Record the blocks that have come to these slots: *digests* concatenated, *tenants* by number."""
+        """Record the blocks that have come to these slots. *digests* are concatenated, *tenants* are numbers."""
         self._known[slots] = True
         self._digests[slots] = np.frombuffer(digests, f"V{DIGEST_BYTES}")
         self._tenants[slots] = tenants
 
     def digest(self, slot: int) -> bytes:
-        """Return the digest of the bytes in the slot, taken when they arrived."""
+        """Return the digest of the bytes in the slot, as recorded when they arrived."""
         return bytes(self._digests[slot])
 
     def digests(self, slots: Ids) -> bytes:
@@ -46,7 +46,7 @@ class HostBlocks:
         return tenant_with(int(self._tenants[slot]))
 
     def tenants(self, slots: Ids) -> OwnerNumbers:
-        """Return the tenants of the blocks in the slots, by number."""
+        """Return the tenants of the blocks in the slots, as numbers."""
         return self._tenants[slots]
 
     def of_tenant(self, slots: Ids, tenant: bytes) -> npt.NDArray[np.bool_]:
@@ -67,9 +67,9 @@ class HostBlocks:
 
 
 class HostQuotas:
-    """Bytes of host memory of each tenant with a quota, and eviction of the blocks that exceed it.
+    """Counts the bytes of host memory of each tenant with a quota, and evicts the blocks that exceed the quota.
 
-    A tenant without a quota is exempt, and not counted. Owned by the tiers' thread.
+    The bytes of a tenant without a quota are neither limited nor counted. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -80,13 +80,14 @@ class HostQuotas:
         block_bytes: Sequence[int],
     ) -> None:
         """Create quotas in bytes, by tenant; the other arguments are by group."""
-        self.has_any = bool(quotas)  # otherwise callers count nothing, so that old salts do not accumulate
+        self.has_any = bool(quotas)  # if not, callers skip the calls of this object
         self._quotas = quotas
         self._host = host
         self._host_blocks = host_blocks
         self._block_bytes = block_bytes
         self._num_bytes = dict.fromkeys(quotas, 0)
-        # Tenants over their quota, by group, and the place in the host's order before which they have no block.
+        # Group and tenant, if the tenant is still over its quota, with the entry of the group's eviction order from
+        # which the scan for its blocks continues.
         self._over: dict[tuple[int, bytes], int] = {}
 
     @property
@@ -108,15 +109,15 @@ class HostQuotas:
         self._count(owners, -self._block_bytes[group_id])
 
     def enforce(self, group_id: int, tenant: bytes) -> None:
-        """Evict the oldest blocks of a tenant that is over its quota from host memory, tails first.
+        """If the tenant is over its quota, evict its oldest blocks of the group from host memory, tails first.
 
-        Scans a part of the host's eviction order; `go_on` scans the rest.
+        Scans a part of host memory's eviction order; `go_on` scans the rest.
         """
         if self.excess(tenant):
             self._shed(group_id, tenant, self._over.pop((group_id, tenant), 0))
 
     def go_on(self) -> None:
-        """Scan the next part of the host's eviction order for a tenant that is still over its quota."""
+        """Scan the next part of host memory's eviction order for one of the tenants that are still over their quota."""
         if self._over:
             (group_id, tenant), start = next(iter(self._over.items()))
             del self._over[group_id, tenant]
@@ -138,7 +139,7 @@ class HostQuotas:
                 self._num_bytes[tenant] += count * num_bytes
 
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
-        """Evict the tenant's excess blocks from one part of the host's order, starting at entry *start*."""
+        """Evict the tenant's excess blocks among those in one part of the eviction order, from entry *start* on."""
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
         slots, end = host.pool.order.part(start, QUOTA_PART)

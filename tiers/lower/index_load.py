@@ -23,11 +23,11 @@ class _Page:
 
 
 class IndexLoad:
-    """The loader of the disk's index, which follows the store's openings.
+    """Loads the disk's index each time the store opens.
 
     A store may open late, and may be reopened with other content. On each opening the loader discards what was known of
-    the disk and reads all pages, one at a time; it starts over if a page fails or hangs. Then the blocks above the disk
-    that relied on a copy there are offered to it again. Owned by the tiers' thread.
+    the disk and reads all pages, one at a time. It starts over if a page fails or hangs. Then all blocks in host memory
+    are offered to the disk again, because it may have lost its copies. Owned by the tiers' thread.
     """
 
     def __init__(self, index: DiskContent, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -35,11 +35,11 @@ class IndexLoad:
         self._index = index
         self._transfers = transfers
         self._clock = clock
-        self._reading: _Page | None = None
-        self._forsaken: Iterator[None] = iter(())  # offers host blocks to the disk again, some at each step
+        self._reading: _Page | None = None  # the page in flight
+        self._forsaken: Iterator[None] = iter(())  # each step offers some of the host blocks to the disk again
 
     def go_on(self) -> None:
-        """Follow the store's openings, and read the next page unless one is being read or all have been."""
+        """Start to load the index if the store has been opened, and read the next page unless one is being read."""
         if self._disk.indexed_opening != self._disk.opening():
             self._disk.follow_opening()
             self._forsaken = iter(())
@@ -61,7 +61,7 @@ class IndexLoad:
         if attempt is None:
             return
         page = _Page(attempt, self._disk.indexed_opening, self._clock())
-        # Set before `submit`, because a lane without threads reads the page inside that call.
+        # Set before `submit`, because an `InlineLane`, which has no threads, reads the page inside that call.
         self._reading = page
         if not self._transfers.submit(
             Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._on_page_read(transfer, page)

@@ -9,13 +9,16 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LocalPurge:
-    """A purge of host memory, then disk; implements `Purge`.
+    """A purge of host memory and then of the disk; implements `Purge`.
 
-    Host memory is first because the next pass over the disk finds blocks that were written to it meanwhile.
+    A block that is written to disk while host memory is purged is found when the disk is purged.
     """
 
     def __init__(self, host: Sequence[SlotPurge], block_bytes: Sequence[int], disk: DiskPurge | None) -> None:
-        """Create a purge of *host*, by group, and *disk*; an empty *host* or a None *disk* leaves that tier out."""
+        """Create a purge of host memory (empty *host*: not purged) and of the disk (*disk* is None: not purged).
+
+        *host* and *block_bytes* are by attention group.
+        """
         self._host = host
         self._block_bytes = block_bytes
         self._disk = disk
@@ -44,14 +47,17 @@ class LocalPurge:
 
 
 def purged(groups: Sequence[SlotPurge], block_bytes: Sequence[int]) -> Purged:
-    """Return what was evicted from the slots of all groups; *block_bytes* by group."""
+    """Return what was evicted from the slots of all groups. *groups* and *block_bytes* are by attention group."""
     num_blocks = [each.num_evicted for each in groups]
     num_bytes = sum(num * size for num, size in zip(num_blocks, block_bytes, strict=True))
     return Purged(sum(num_blocks), num_bytes, sum(each.num_leased() for each in groups))
 
 
 def limit_per_group(max_bytes: int | None, max_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
-    """Return the limit of blocks per group for a tier's limit of bytes or blocks, rounded up; None: no limit."""
+    """Return how many blocks of each group to evict, given a tier's limit of bytes or of blocks; None: no limit.
+
+    The number is rounded up. *block_bytes* is by attention group.
+    """
     if max_bytes is not None:
         return -(-max_bytes // sum(block_bytes))
     return None if max_blocks is None else -(-max_blocks // len(block_bytes))

@@ -156,7 +156,7 @@ class NameSet:
         return True
 
     def find(self) -> list[BlockName]:
-        """Return some names of the set, different ones on each call. The result may be empty although the set is not."""
+        """Return some names of the set, different ones on each call; possibly none although the set is not empty."""
         start, end = self._next, min(self._next + SCAN_BUCKETS, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
@@ -170,8 +170,8 @@ class NameSet:
         """Yield the names of the set in pages of *num_buckets* buckets each.
 
         Names may be added and removed between two pages. A page contains only names that are in the set at that time. A
-        name that is in the set from the first page to the last is yielded. A name that is added meanwhile may be yielded
-        twice or not at all. The iteration ends if fewer names are added between two pages than a page contains.
+        name that is in the set from the first page to the last is yielded. A name that is added meanwhile may be
+        yielded twice or not at all. The iteration ends if fewer names are added between two pages than a page contains.
         """
         over = list(self._over)
         for start in range(0, max(1, len(over)), num_buckets):

@@ -1,4 +1,4 @@
-"""The tiers below a device that has nothing below it."""
+"""NoTiers: the lower tiers of a configuration that has only the device."""
 
 from collections.abc import Mapping, Sequence
 

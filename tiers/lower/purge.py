@@ -12,8 +12,8 @@ from kvtier.tiers.naming.tier import Tier
 class PurgeOrder:
     """The scope of a purge: all blocks of *tiers*, or those of one *tenant*.
 
-    The disk may hold blocks of other models; there *namespace* is the hexadecimal prefix of the namespaces to purge,
-    None for all. *max_bytes* or *max_blocks* limits how much leaves each tier, oldest first.
+    The disk may hold blocks of other models. On disk, only blocks are purged whose namespace, in hexadecimal, begins
+    with *namespace* (None: all blocks). *max_bytes* or *max_blocks* limits how much leaves each tier, oldest first.
     """
 
     tiers: frozenset[Tier] = frozenset(Tier)
@@ -28,7 +28,7 @@ class PurgeOrder:
         return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":
-        """Return this order with its limits multiplied by *part*, rounded up; without a limit, all is still meant."""
+        """Return this order with its limits multiplied by *part* (0 to 1) and rounded up. No limit stays no limit."""
         max_bytes = None if self.max_bytes is None else ceil(self.max_bytes * part)
         max_blocks = None if self.max_blocks is None else ceil(self.max_blocks * part)
         return replace(self, max_bytes=max_bytes, max_blocks=max_blocks)
@@ -38,8 +38,9 @@ class PurgeOrder:
 class Purged:
     """What a purge evicted from one tier.
 
-    *num_bytes* are as stored for the disk, and as in memory for other tiers. *num_leased* is how many blocks in scope
-    stay because requests, pins or copies lease them. *why_not* is one line if the purge failed.
+    *num_bytes* is the size of the blocks in this tier, which on disk may be the compressed size. *num_leased* is how
+    many blocks in scope stay because requests, pins or copies lease them. *why_not* is the reason in one line if the
+    purge failed, otherwise empty.
     """
 
     num_blocks: int = 0
@@ -61,9 +62,9 @@ class Purge(Protocol):
     """A purge in progress. Owned by the tiers' thread, which runs one part of it between its other work."""
 
     def parts(self) -> Iterator[bool]:
-        """Iterate over one pass through the tiers; each step is a part, and yields whether the next can run at once.
+        """Iterate over one pass through the tiers. Each step evicts a part; it yields whether the next can run at once.
 
-        A further pass evicts blocks that have come since.
+        Another pass also evicts blocks that have come to a tier since.
         """
 
     @property

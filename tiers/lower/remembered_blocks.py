@@ -1,4 +1,4 @@
-"""Blocks that have been seen once, so that a second request for one is noticed."""
+"""RememberedBlocks: a record of blocks that have been seen once, so that their second use is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockName
 
-WAYS = 16
+WAYS = 16  # keys per row
 GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that equal names in different groups have different keys
 
 
 class RememberedBlocks:
-    """About the last *num_blocks* blocks, by 64 bits each; a collision only writes a block too early.
+    """About the last *num_blocks* blocks. Each is remembered by a key of 64 bits.
 
-    The keys are in rows of `WAYS` places. A block's name determines its row, in which the oldest key is replaced.
-    (`Ghosts`, a ring that is searched as a whole, would take half a millisecond per name for the four million blocks
-    that a disk of a terabyte needs.)
+    If two blocks have the same key, one of them counts as seen too early, which does little harm. The keys are in rows
+    of `WAYS` places. A block's key determines its row, in which the oldest key is replaced. (`Ghosts`, a ring that is
+    searched as a whole, would take half a millisecond per name for the four million blocks that a disk of a terabyte
+    needs.)
     """
 
     def __init__(self, num_blocks: int) -> None:

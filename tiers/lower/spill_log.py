@@ -13,7 +13,7 @@ from kvtier.transfer.transfer_engine import Route
 
 
 class Drop(StrEnum):
-    """Why blocks of a finished batch are not below. Blocks are copied again after FAILED and FULL."""
+    """The reason why blocks of a finished batch have no copy below. After FAILED and FULL, they are copied again."""
 
     FAILED = "failed"  # the copy failed
     FULL = "full"  # the store had no room
@@ -22,15 +22,16 @@ class Drop(StrEnum):
 
     @classmethod
     def of(cls, error: BaseException) -> "Drop":
-        """Return why a copy that ended with *error* has stored nothing."""
+        """Return the reason why a copy that ended with *error* has stored nothing."""
         return cls.CLOSED if isinstance(error, LaneClosed) else cls.FULL if isinstance(error, StoreFull) else cls.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Blocks of one group that were copied down as one batch, or that left their tier before they were copied.
+    """Blocks of one attention group that were copied down as one batch, or that left their tier before that.
 
-    A batch that was never copied took no time and moved no bytes. Times are seconds on the clock of the tiers' owner.
+    If they were never copied, *began_at* equals *ended_at*, and *copy_s* and *num_bytes* are 0. Times are seconds on
+    the clock of the tiers' owner.
     """
 
     route: Route
@@ -39,14 +40,11 @@ class Spill:
     began_at: float  # when the batch was submitted to its lane
     ended_at: float  # when its outcome was processed
     copy_s: float  # how long the copy itself ran; the rest of the time it waited
-    dropped: Mapping[Drop | EvictionCause, int]  # number of blocks that are not below, by reason
+    dropped: Mapping[Drop | EvictionCause, int]  # number of blocks without a copy below, by reason
 
 
 class SpillLog:
-    """Batches in the order in which they ended, kept until the owner takes them. Owned by the tiers' thread.
-
-    Tiers that are given no log record nothing.
-    """
+    """Batches in the order in which they ended, kept until the owner takes them. Owned by the tiers' thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create an empty log; *clock* is that of the tiers."""

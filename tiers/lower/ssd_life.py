@@ -10,10 +10,10 @@ TERABYTE = 10**12  # decimal, as drive makers count
 
 @dataclass(frozen=True, slots=True)
 class SsdLifeStatistics:
-    """What kvtier's writes cost the drive, without other programs' writes and the drive's write amplification."""
+    """The wear that kvtier's writes cause, without other programs' writes and the drive's write amplification."""
 
     used: float  # share of the rated bytes that has been written; above 1 once the rating is exceeded
-    years_left: float  # until *used* reaches 1 at the rate since the start; infinite while nothing is written
+    years_left: float  # until *used* reaches 1 at the average write rate since the start; infinite if that is 0
 
 
 class SsdLife:
@@ -22,8 +22,8 @@ class SsdLife:
     def __init__(self, endurance_terabytes: float, clock: Callable[[], float], written_bytes: int) -> None:
         """Create the estimate; raises ValueError if *endurance_terabytes* is not positive.
 
-        *endurance_terabytes* is the maker's TBW figure, decimal. *written_bytes* were written before this start, as
-        stored.
+        *endurance_terabytes* is the drive maker's TBW figure, in decimal terabytes. *written_bytes* is the number of
+        bytes that were written before this start.
         """
         if endurance_terabytes <= 0:
             raise ValueError(f"SSD endurance of {endurance_terabytes} terabytes written: give a value above 0")
@@ -37,7 +37,7 @@ class SsdLife:
         self._written_at_start = written_bytes
 
     def statistics(self, written_bytes: int) -> SsdLifeStatistics:
-        """Return the share used and the years left; *written_bytes* as stored, in this start and before."""
+        """Return the share used and the years left. *written_bytes* is the number of bytes ever written."""
         since_start = written_bytes - self._written_at_start
         left_bytes = max(0.0, self._endurance_bytes - written_bytes)
         years = (self._clock() - self._started_at) / YEAR_S

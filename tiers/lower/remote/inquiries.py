@@ -1,4 +1,4 @@
-"""Lookups in a remote tier, which precede the lookup of a prompt's blocks."""
+"""Queries to a remote tier, which precede the lookup of a prompt's blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 ANSWER_S = 0.1  # how long a request waits for an answer
-FIRST_NAMES = 64  # names in the first question: for an unknown prompt, the only one, of a few kilobytes
-MAX_NAMES = 4096  # names in one question
+FIRST_NAMES = 64  # names in the first question about a prefix, which is the only one if the store lacks the prefix
+MAX_NAMES = 4096  # maximum number of names in one question
 GROWTH = 8  # factor by which each further question is longer
-NOTHING = bytes(32)  # name of no block, used to test whether the store answers
+NOTHING = bytes(32)  # a name that no block has, to test whether the store answers
 
 
 class RemoteInquiry:
-    """One request's lookup in a remote tier. It is done when the answer is known, or has become too late."""
+    """One request's query to a remote tier. It is done when the answer is known, or would come too late."""
 
     def __init__(self, is_done: bool = False) -> None:
         self.is_done = is_done
@@ -26,7 +26,7 @@ class RemoteInquiry:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """A question about consecutive names of one prefix that is in flight."""
+    """A question in flight: which of some consecutive blocks of one prefix the store has."""
 
     group_id: int
     names: Sequence[BlockName]  # all names still to be asked about; this question is about the first *num_asked*
@@ -34,22 +34,26 @@ class Question:
     attempt: Attempt
     asked_at: float
     began_at: float  # when the first question about the prefix was asked
-    waiting: list[RemoteInquiry]
-    is_late: bool = False
+    waiting: list[RemoteInquiry]  # the inquiries that wait for the answer
+    is_late: bool = False  # whether the answer is overdue
 
 
 class Inquiries:
-    """Questions to the remote store about the rest of prefixes that no nearer tier has.
+    """Asks the remote store which blocks it has, for the parts of prompts that no nearer tier has.
 
-    A prefix is asked about in parts, until a block is absent. Nothing blocks here. An inquiry is done at once if the
-    answers are already known or the store is not to be used, and after `ANSWER_S` at the latest. An answer that comes
-    later still serves the next requests. Owned by the tiers' thread.
+    The store is asked about a prefix in parts, until a block is absent. No call blocks. An inquiry is done at once if
+    the answers are already known or the store is not to be used, and after `ANSWER_S` at the latest. An answer that
+    comes later still serves the next requests. Owned by the tiers' thread.
     """
 
     def __init__(
         self, remote: RemoteTier, forgets: Sequence[bool], transfers: TransferEngine, clock: Callable[[], float]
     ) -> None:
-        """Create an empty set; *forgets*, by group: whether prefixes have holes because only the last blocks matter."""
+        """Create a set without inquiries, and test whether the store answers.
+
+        *forgets* says for each attention group whether its tokens read only recent blocks. In such a group, a stored
+        prefix may lack its earlier blocks.
+        """
         self._remote = remote
         self._forgets = forgets
         self._transfers = transfers
@@ -58,7 +62,7 @@ class Inquiries:
         self._try_out()
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> RemoteInquiry:
-        """Ask about *names*, a prefix's blocks from the first one that no nearer tier has."""
+        """Ask the store about *names*: a prefix's blocks from the first one on that no nearer tier has."""
         presence = self._remote.presence
         names = names[presence.num_held(group_id, names) :]
         inquiry = RemoteInquiry(not names or presence.is_absent(group_id, names[0]))
@@ -73,10 +77,10 @@ class Inquiries:
         return inquiry
 
     def go_on(self) -> None:
-        """End inquiries that have waited long enough, and probe a store that has failed."""
+        """End inquiries that have waited for `ANSWER_S`, and probe a store that has failed."""
         if (
             self._under_way and not self._transfers.has_undelivered
-        ):  # otherwise the owner was late, and answers are there
+        ):  # otherwise answers may be there that the owner has not collected yet
             now = self._clock()
             for question in self._under_way.values():
                 if now - question.began_at >= ANSWER_S:
@@ -95,7 +99,7 @@ class Inquiries:
     def _ask(
         self, group_id: int, names: Sequence[BlockName], limit: int, began_at: float, waiting: list[RemoteInquiry]
     ) -> bool:
-        """Ask about the first of *names*; return False if the store is not to be used or the lane is full."""
+        """Ask about the first *limit* of *names*. Return False if the store is not to be used or the lane is full."""
         attempt = self._remote.asking.begin()
         if attempt is None:
             return False
@@ -127,9 +131,10 @@ class Inquiries:
         _end(question)
 
     def _take_in(self, question: Question, are_there: list[bool | None]) -> bool:
-        """Record an answer, and return whether the rest of the names are being asked about now.
+        """Record an answer, and return whether a question about the remaining names has been asked.
 
-        A block that could not be looked up does not count as absent, because a cluster's node may be away for a moment.
+        A block whose presence could not be determined does not count as absent, because a node of a cluster may be
+        unavailable for a moment.
         """
         presence, group_id, names = self._remote.presence, question.group_id, question.names
         presence.add(group_id, list(compress(names, are_there)))

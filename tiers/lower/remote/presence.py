@@ -9,10 +9,10 @@ import numpy.typing as npt
 from kvtier.tiers.lower.name_set import NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 
-LASTS_S = 60.0  # lifetime of an answer; at most twice that
-MAX_NAMES = 1 << 18  # names in one period; about 18 MiB
-ABSENT_LASTS_S = 10.0  # lifetime of an answer that a block is absent
-MAX_ABSENT = 1 << 14
+LASTS_S = 60.0  # length of a period; an answer is kept for one to two periods
+MAX_NAMES = 1 << 18  # names after which a period ends early; they take about 18 MiB
+ABSENT_LASTS_S = 10.0  # how long an answer that a block is absent is kept
+MAX_ABSENT = 1 << 14  # maximum number of such answers
 
 
 class RemoteHints:
@@ -20,15 +20,16 @@ class RemoteHints:
 
     The answers are hints: a block that is listed here may be gone, and one that is not listed may exist.
 
-    Names of present blocks are kept in two periods, the older of which is dropped as a whole. If a prefix is absent,
-    only its first block is recorded, because its continuations are not asked for either. Owned by the tiers' thread.
+    The names of present blocks are kept in two sets, those of the current period and those of the previous one. When a
+    period ends, the older set is dropped as a whole. If a prefix is absent, only its first absent block is recorded,
+    because the store is not asked about the blocks after it. Owned by the tiers' thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._present: defaultdict[int, NameSet] = defaultdict(NameSet)
-        self._earlier: defaultdict[int, NameSet] = defaultdict(NameSet)
-        self._began_at = clock()
+        self._present: defaultdict[int, NameSet] = defaultdict(NameSet)  # of the current period, by attention group
+        self._earlier: defaultdict[int, NameSet] = defaultdict(NameSet)  # of the previous period
+        self._began_at = clock()  # start of the current period
         self._absent: OrderedDict[tuple[int, BlockName], float] = OrderedDict()  # with the time when each expires
 
     @property
@@ -93,7 +94,7 @@ class RemoteHints:
         self._absent.clear()
 
     def _turn(self) -> None:
-        """Begin a new period if the current one is over or full."""
+        """Begin a new period if the current one has lasted `LASTS_S` or has `MAX_NAMES` names."""
         num_names = sum(map(len, self._present.values()))
         if self._clock() - self._began_at > LASTS_S or num_names > MAX_NAMES:
             self._earlier, self._present = self._present, defaultdict(NameSet)

@@ -19,7 +19,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 class RemoteSource:
     """A remote store as a source of reads; implements `ReadSource`.
 
-    Blocks from there are new on this machine, so they are offered to its disk like computed blocks.
+    Blocks from a remote store are new on this machine, so they are offered to its disk like computed blocks.
     """
 
     tier = Tier.REMOTE
@@ -53,7 +53,7 @@ class RemoteLink:
         is_host_cleaned: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """Create the connection; *windows* and *is_host_cleaned* as in `Reads`."""
+        """Create the connection. *windows* and *is_host_cleaned* are those of `Reads`."""
         source = RemoteSource(remote, index)
         self._speed = transfers.speed(source.route)
         self.reads = Reads(index, source, memories, transfers, windows, is_host_cleaned, clock)
@@ -61,13 +61,14 @@ class RemoteLink:
         self._inquiries = Inquiries(remote, index.forgets, transfers, clock)
         self._spill = RemoteSpill(index, remote, memories, transfers, clock)
         self._probe = ReadProbe(source, [memory.block_bytes for memory in memories].__getitem__, transfers, clock)
+        # These are methods of `RemoteSpill`, and of its copies.
         self.want = self._spill.want
         self.on_come = self._spill.on_come
         self.spill = self._spill.spill
         self.num_leases = self._spill.copies.num_leases
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Ask about *names*, see `LowerTiers.inquire`; the first of them is one that no nearer tier has."""
+        """Ask the store about *names*, of which no nearer tier has the first one; see `LowerHints.inquire`."""
         self._spill.on_missed(group_id, names)
         return self._inquiries.begin(group_id, names)
 
@@ -78,11 +79,11 @@ class RemoteLink:
 
     @property
     def is_writing(self) -> bool:
-        """Whether any host slots are being put."""
+        """Whether any blocks are being written to the store."""
         return bool(self._spill.copies.batches)
 
     def clear(self) -> None:
-        """Forget what is known of the store and what was to be put; shared records stay in the store."""
+        """Forget the store's answers and the blocks still to be written. The shared records stay in the store."""
         self._remote.presence.clear()
         self._spill.clear()
 

@@ -1,4 +1,4 @@
-"""Writes of host memory's blocks to the remote tier, once they are used a second time."""
+"""Writes of blocks from host memory to the remote tier, after the blocks have been used a second time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,29 +19,29 @@ from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_WANTED = 1 << 16  # blocks
-MAX_MISSED = 1 << 20  # limit on remembered blocks that missed once: 8 MiB
+MAX_WANTED = 1 << 16  # maximum number of blocks of a group that wait to be written
+MAX_MISSED = 1 << 20  # maximum number of remembered blocks that missed once; they take 8 MiB
 MAX_IN_BATCH = 256  # blocks
 MAX_IN_FLIGHT = 2  # batches: one being written and one behind it
-BATCH_BYTES = 64 << 20  # large, because a store that packs blocks packs those of one batch
+BATCH_BYTES = 64 << 20  # large, because some stores pack the blocks of a batch into one object
 
 
 @dataclass(eq=False, slots=True)
 class RemoteBatch(CopyBatch):
-    """Blocks of one group being written to the remote tier."""
+    """Blocks of one attention group being written to the remote tier."""
 
     group_id: int
-    spoilt: frozenset[bytes]
+    spoilt: frozenset[bytes]  # keys of the batch under which the store has a bad record, which is to be overwritten
     attempt: Attempt
 
 
 class RemoteSpill:
-    """The writer of wanted blocks to the remote tier, prefixes front first, while nothing is read.
+    """Writes *wanted* blocks to the remote tier, the front of a prefix first, while nothing is read.
 
-    A block is wanted when it is used a second time: when a request uses it that did not compute it, or requests it a
-    second time and must recompute it. A wanted block that is not in host memory is put when it has come there. A block
-    that leaves host memory before its turn is not put, and is wanted again at its next use. Because a request uses
-    whole prefixes, the stored prefixes have no holes. Owned by the tiers' thread.
+    A block is wanted when it is used a second time: a request uses it that did not compute it, or a second request
+    misses it and must compute it again. A wanted block that is not in host memory is written after it has come there. A
+    block that leaves host memory before its turn is not written, and is wanted again at its next use. Because a request
+    uses whole prefixes, the stored prefixes have no holes. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class RemoteSpill:
         self._clock = clock
         self._wanted: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # by group, in host memory
         self._awaited: list[OrderedDict[BlockName, None]] = [OrderedDict() for _ in memories]  # not in host memory yet
-        self._missed = RememberedBlocks(MAX_MISSED)
+        self._missed = RememberedBlocks(MAX_MISSED)  # blocks that missed once
         self.copies = Copies[RemoteBatch](Route.HOST_TO_REMOTE, transfers, MAX_IN_FLIGHT, clock)
 
     @property
     def num_wanted(self) -> int:
-        """Number of blocks that are to be put or are being put."""
+        """Number of blocks in host memory that are to be written or are being written."""
         return sum(map(len, self._wanted)) + sum(len(batch.names) for batch in self.copies.batches)
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Mark those of these blocks to be put, in this order, that the store is not believed to have."""
+        """Mark these blocks as wanted, unless the store is believed to have them. They are written in this order."""
         is_in_host = self._index.host[group_id].pool.find_all(names) != ABSENT
         is_new = ~self._remote.presence.are_held(group_id, names)
         _note(self._wanted[group_id], list(compress(names, (is_new & is_in_host).tolist())))
@@ -82,7 +82,10 @@ class RemoteSpill:
             _note(self._wanted[group_id], come)
 
     def on_missed(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Handle a request for these blocks, of one prefix in order, that no nearer tier has."""
+        """Handle a request for these blocks of one prefix, in order, the first of which no nearer tier has.
+
+        Blocks that missed once before become wanted.
+        """
         if not names:
             return
         were_missed = self._missed.has(group_id, names)
@@ -90,7 +93,7 @@ class RemoteSpill:
         _note(self._awaited[group_id], list(compress(names, were_missed)))
 
     def spill(self) -> None:
-        """Start to put batches, and report hung ones to the circuit breaker."""
+        """Start to write batches of wanted blocks, and report hung writes to the circuit breaker."""
         for batch in self.copies.stalled_since(self._clock() - HUNG_S):
             self._remote.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
@@ -103,7 +106,7 @@ class RemoteSpill:
             names.clear()
 
     def _start(self, group_id: int) -> bool:
-        """Start to put one batch; return False if that is impossible now or nothing is left."""
+        """Start to write one batch. Return False if that is impossible now or no wanted block is left."""
         pool, memory = self._index.host[group_id].pool, self._memories[group_id]
         limit = self.copies.max_blocks(pool, blocks_in_batch(memory.block_bytes, 1, MAX_IN_BATCH, BATCH_BYTES))
         if not limit or not self._remote.writing.allows():
@@ -129,7 +132,7 @@ class RemoteSpill:
         return True
 
     def _blobs(self, group_id: int, slots: Sequence[int]) -> list[Blob]:
-        """Return the blocks in these host slots as blobs, whose memory still belongs to the pool."""
+        """Return the blocks in these host slots as blobs, which refer to the memory of the slots without a copy."""
         pool, memory, remote = self._index.host[group_id].pool, self._memories[group_id], self._remote
         digest_of, blobs = self._index.host_blocks[group_id].digest, []
         for slot in slots:
@@ -162,9 +165,9 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Put *names* in front of all earlier names, because a prefix comes in parts, its tail first.
+    """Insert *names* before all earlier ones, because a prefix comes in parts, its tail first.
 
-    Beyond `MAX_WANTED` names, the last ones are dropped.
+    Names beyond the first `MAX_WANTED` are dropped.
     """
     for name in reversed(names):
         noted[name] = None

@@ -12,17 +12,17 @@ _WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 @dataclass(frozen=True, slots=True)
 class RemoteStatistics:
-    """A remote tier at one moment; totals are since the start."""
+    """The state of a remote tier at one moment, and counts since the start."""
 
-    where: str
+    where: str  # the store's address, for display
     usage: RemoteUsage
     known_blocks: int  # blocks believed to be in the store
     num_asked: int  # prefixes looked up in the store
-    num_late: int  # lookups answered after their request had gone on without the answer
-    num_stored: int  # blocks put
-    num_there: int  # blocks not put because the store already had them
+    num_late: int  # requests that went on without the store's answer, because it came too late
+    num_stored: int  # blocks written to the store
+    num_there: int  # blocks not written because the store already had them
     num_refused: int  # blocks that the store did not accept
-    num_wanted: int  # blocks still to be put
+    num_wanted: int  # blocks still to be written
     ask_s: float  # recent latency of a query; 0 before the first answer
     breakers: Mapping[str, BreakerState]  # of "ask", "read" and "write"
     num_opened: Mapping[str, int]  # how often each breaker has opened
@@ -31,9 +31,9 @@ class RemoteStatistics:
 
 
 def remote_of_all(remotes: Sequence[RemoteStatistics]) -> RemoteStatistics | None:
-    """Merge the statistics of several tiers over one store: sums of counts, the worst state; None if there are none.
+    """Merge the statistics of several tiers that share one store; return None if *remotes* is empty.
 
-    The store's own usage is the same for all tiers.
+    Counts are added, and of the states the worst is taken. The store's own usage is the same for all tiers.
     """
     if not remotes:
         return None

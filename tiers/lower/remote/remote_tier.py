@@ -18,12 +18,12 @@ from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Lane
 
-MAX_REST_S = 1.0  # of a failing store: trying it again costs no request anything
-MAX_SPOILT = 1 << 10  # limit on remembered blocks whose bad record is to be overwritten
+MAX_REST_S = 1.0  # maximum time between probes of a failing store; short, because no request waits for a probe
+MAX_SPOILT = 1 << 10  # maximum number of remembered blocks whose bad record is to be overwritten
 
 
 class RemoteRecords(Protocol):
-    """A remote store whose records are opened and verified, see `SealedRemote`. Used by lanes' threads only."""
+    """A remote store that verifies the records it reads, see `SealedRemote`. Used by lanes' threads only."""
 
     @property
     def where(self) -> str:
@@ -41,8 +41,8 @@ class RemoteRecords(Protocol):
 class RemoteTier:
     """A remote store addressed by group and name. It has no index: it is queried, and its answers are hints.
 
-    Lanes' threads call `read`, `write` and `ask` only; everything else belongs to the owner and does not block.
-    Queries, reads and writes have a circuit breaker each, and are suspended while it is open.
+    Lanes' threads call only `read`, `write` and `ask`. Everything else belongs to the owner and does not block.
+    Queries, reads and writes each have a circuit breaker, and are suspended while it is open.
     """
 
     def __init__(self, records: RemoteRecords, namespace: bytes, asks: Lane, clock: Callable[[], float]) -> None:
@@ -50,15 +50,16 @@ class RemoteTier:
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = RemoteHints(clock)
-        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)  # one failure: requests wait for it
+        # Opened by a single failure, because requests wait for queries.
+        self.asking = CircuitBreaker(clock, max_failures=1, max_rest_s=MAX_REST_S)
         self.reading = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.writing = CircuitBreaker(clock, max_rest_s=MAX_REST_S)
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # the counts of `RemoteStatistics`
         self._records = records
         self._namespace = namespace
-        self._spoilt: deque[bytes] = deque(maxlen=MAX_SPOILT)
-        self._why_failed = {"ask": "", "read": "", "write": ""}  # set by lanes' threads
+        self._spoilt: deque[bytes] = deque(maxlen=MAX_SPOILT)  # keys under which a bad record was found
+        self._why_failed = {"ask": "", "read": "", "write": ""}  # the last error of each, set by lanes' threads
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """Return the store's key of a block."""
@@ -69,23 +70,26 @@ class RemoteTier:
         return self.presence.are_held(group_id, names) if self.reading.is_closed else np.zeros(len(names), np.bool_)
 
     def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """Return for each key whether the store seems to have a record, None if that could not be determined.
+        """Return for each key whether the store seems to have a record; None if that could not be determined.
 
-        *apart*: each record may exist without those before it. Raises what the store raises.
+        *apart* says whether a record may exist without those before it. Raises what the store raises.
         """
         with self._errors_of("ask"):
             return self._records.exist_many(keys, apart)
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Read and verify each key's block into its memory, and return each block's digest or fault."""
+        """Read the block of each key into the memory at the same index of *blocks*, and verify it.
+
+        Returns each block's digest, or the fault because of which it could not be read.
+        """
         with self._errors_of("read"):
             return self._records.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob], spoilt: frozenset[bytes]) -> tuple[list[bool], int]:
-        """Put the blobs that the store lacks and those with a *spoilt* key.
+        """Write the blobs that the store lacks, and those with a *spoilt* key, whose bad records are overwritten.
 
-        Returns for each blob whether it is in the store now, and how many were put. Raises what the store raises, and
-        `RemoteUnavailable` if it takes no blob.
+        Returns for each blob whether it is in the store now, and how many were written. Raises what the store raises,
+        and `RemoteUnavailable` if the store accepts no blob and has none of them.
         """
         with self._errors_of("write"):
             apart = not any(blob.parent for blob in blobs)
@@ -101,8 +105,8 @@ class RemoteTier:
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
         """Count a read that returned no bytes.
 
-        After an I/O error the record may be intact. After any other fault the block counts as absent, and a bad record
-        is to be overwritten.
+        After an I/O error, the record may be intact. After any other fault, the block counts as absent from the store.
+        A bad record is overwritten when its block is written the next time.
         """
         self.faults[fault.value] += fault is not Fault.MISSING
         if fault is not Fault.IO_ERROR:
@@ -141,7 +145,10 @@ class RemoteTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side for display. Any thread may assign it; no decision depends on it."""
+        """Keep the last error of a side ("ask", "read" or "write") for display, and let it propagate.
+
+        Any thread may set it, and no decision depends on it.
+        """
         try:
             yield
         except OSError as error:
