@@ -774,8 +774,8 @@ BUGS = [
     Bug(
         "slots of the last checkpoint may be overwritten",
         "store/lmdb/files.py",
-        "Change(self.tables, txn, self._synced_change)",
-        "Change(self.tables, txn, None)",
+        "Change(self.tables, txn, self._synced_change, num_chances)",
+        "Change(self.tables, txn, None, num_chances)",
         "tests/store/lmdb/test_durability.py",
     ),
     Bug(
@@ -795,8 +795,8 @@ BUGS = [
     Bug(
         "a map that a broken row claims to be full is thought to be full",
         "store/lmdb/files.py",
-        "        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)\n",
-        "        return False\n",
+        "if isinstance(error, lmdb.MapFullError) and not self.tables",
+        "if False and not self.tables",
         "tests/torture/test_bit_flips.py",
     ),
     Bug(
@@ -809,16 +809,37 @@ BUGS = [
     Bug(
         "a map that is full is thought to be broken",
         "store/lmdb/files.py",
-        "        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)\n",
-        "        return True\n",
+        "if isinstance(error, lmdb.MapFullError) and not self.tables.file.is_nearly_full(",
+        "if isinstance(error, lmdb.MapFullError) and not 0 * (",
         "tests/store/lmdb/test_lmdb_store.py",
     ),
     Bug(
         "a change on a full disk passes over more records than it has pages for",
-        "store/lmdb/change.py",
-        "min(most, _MOST_SECOND_CHANCES)",
-        "_MOST_SECOND_CHANCES",
+        "store/lmdb/files.py",
+        "MOST_SECOND_CHANCES if removal_bytes > LITTLE_BYTES else _RECORDS_WHEN_FULL",
+        "MOST_SECOND_CHANCES",
         "tests/store/lmdb/test_lmdb_store.py",
+    ),
+    Bug(
+        "an eviction of one record takes a change for each record that it passes over",
+        "store/lmdb/files.py",
+        "MOST_SECOND_CHANCES if removal_bytes > LITTLE_BYTES else _RECORDS_WHEN_FULL",
+        "1",
+        "tests/store/lmdb/test_lmdb_store.py",
+    ),
+    Bug(
+        "each tenant of a put may lose as many records as a change has pages for",
+        "store/lmdb/writer.py",
+        "change.evict_tenant(tenant, limit_bytes, most - len(evicted))",
+        "change.evict_tenant(tenant, limit_bytes, most)",
+        "tests/store/lmdb/test_lmdb_store.py",
+    ),
+    Bug(
+        "a record of the log keeps the sockets of a store whose crash cannot be counted",
+        "store/process/store_process.py",
+        "            why = str(error)  # the error",
+        "            why = error  # the error",
+        "tests/store/process/test_store_process.py",
     ),
     Bug(
         "a record may leave the disk before the one that continues it",

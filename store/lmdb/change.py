@@ -24,10 +24,14 @@ from kvtier.store.lmdb.rows import (
 from kvtier.store.lmdb.tables import Tables, ascending
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MOST_SECOND_CHANCES`
+# What a change that only removes may do, and the new pages that it may need for that: 3 for an eviction, 4 for a second
+# chance (the record's parent is marked), 3 for a hole, 64 for branches and the ledger.
+MOST_EVICTED = 320
+MOST_SECOND_CHANCES = 160
+_MOST_HOLES = 128
+REMOVAL_BYTES = 8 << 20
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _ROWS_AT_ONCE = 16
-_MOST_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
 
 
 class NoFreeSlot(Exception):
@@ -42,16 +46,20 @@ class Change:
     that is unmarked. The same holds among the records of one tenant, as all of a chain belongs to one tenant.
     """
 
-    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
-        """Slots freed after *synced_change* are not written to: after an accident they would be records again.
+    def __init__(
+        self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None, num_chances: int
+    ) -> None:
+        """Begin a change of *tables* in the write transaction *txn*, which may give *num_chances* second chances.
 
-        None: slots freed before this change may be written to.
+        Slots freed after *synced_change* are not written to: after an accident they would be records again. None:
+        slots freed before this change may be written to.
         """
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
         self._usable_before = self.counters.num_changes if synced_change is None else synced_change
         self.counters.num_changes += 1
+        self._num_chances_left = num_chances
         self._num_written = 0
         self._tenants: dict[bytes, int] = {}  # charged bytes, of the tenants that this change has looked at
 
@@ -79,11 +87,11 @@ class Change:
             raise NoFreeSlot
         return slots + self._new_slots(num_bytes, missing), to_punch
 
-    def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
+    def give_back(self, limit_bytes: int, most: int = _MOST_HOLES) -> list[Slot]:
         """Make holes of free slots until all slots take *limit_bytes* at most, and return these: the caller punches out
         their disk space.
 
-        At most *most* of them, up to 3 index pages each. There may be too few.
+        At most *most* of them. There may be too few.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -135,8 +143,8 @@ class Change:
     def evict(self, limit_bytes: int, most: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, *most* records at most; returns their keys.
 
-        A marked record gets a second chance instead. One change gives *most* of those at most too, so look at
-        `counters` for whether another change is needed.
+        A marked record gets a second chance instead. One change gives a limited number of those, so look at `counters`
+        for whether another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
         self.counters.evicted_total += len(evicted)
@@ -191,7 +199,6 @@ class Change:
     def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
         """Evict by CLOCK, oldest first, among the records of *tenant*, or of all for NO_TENANT, while *is_too_much*."""
         evicted: list[bytes] = []
-        num_chances, most_chances = 0, min(most, _MOST_SECOND_CHANCES)
         order = self._in_order(tenant)
         while len(evicted) < most and is_too_much():
             found = next(order, None)
@@ -208,10 +215,10 @@ class Change:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
                 evicted.append(key)
-            elif num_chances == most_chances:
+            elif not self._num_chances_left:
                 break
             else:
-                num_chances += 1
+                self._num_chances_left -= 1
                 self._leave_place(position, owner)
                 self._append(key, row._replace(is_marked=False))
         return evicted

@@ -17,7 +17,7 @@ from kvtier.store.blob_store import StoreFull
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.boot_mark import FileState
-from kvtier.store.lmdb.change import REMOVAL_BYTES, Change, NoFreeSlot
+from kvtier.store.lmdb.change import MOST_EVICTED, MOST_SECOND_CHANCES, REMOVAL_BYTES, Change, NoFreeSlot
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
 from kvtier.store.lmdb.index_file import LITTLE_BYTES
@@ -26,8 +26,7 @@ from kvtier.store.lmdb.open_folder import OpenFolder, open_folder
 from kvtier.store.lmdb.tables import Tables
 from kvtier.store.slab import Slabs
 
-_RECORDS_PER_CHANGE = 512  # that one change deletes: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 4  # that one change deletes, and passes over, where there is only room for `LITTLE_BYTES`
+_RECORDS_WHEN_FULL = 3  # that one change deletes, and passes over, where there is only room for `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
 CHECK_READERS_S = 10.0  # interval of freeing the reader slots of dead processes, which hold back pages
 
@@ -149,8 +148,9 @@ class LmdbFiles:
 
     @contextmanager
     def changing(self, added_bytes: int = 0, removal_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
-        """A change that may need new pages: *added_bytes* for records that it adds, *removal_bytes* for those that it
-        removes or moves. It is committed at the block's end, and undone by any exception.
+        """A change that may need new pages: *added_bytes* for the records that it is given, and *removal_bytes* for
+        evictions, second chances and holes beside them. It is committed at the block's end, and undone by any
+        exception.
         """
         self._refuse_forked()
         with self.writer:
@@ -166,13 +166,17 @@ class LmdbFiles:
                 self.slabs.written.clear()
                 try:
                     with self.tables.env.begin(write=True) as txn:
-                        change = Change(self.tables, txn, self._synced_change)
+                        num_chances = MOST_SECOND_CHANCES if removal_bytes > LITTLE_BYTES else _RECORDS_WHEN_FULL
+                        change = Change(self.tables, txn, self._synced_change, num_chances)
                         yield change
                         change.write_accounts()
                 except BaseException as error:
                     self._undo_writes()
-                    if isinstance(error, lmdb.MapFullError) and self._must_fit(added_bytes, removal_bytes):
-                        raise lmdb.CorruptedError("a row claims more room than the map has") from error
+                    # LMDB asks for as many pages as a row claims, and a damaged one may claim any number.
+                    if isinstance(error, lmdb.MapFullError) and not self.tables.file.is_nearly_full(
+                        added_bytes + removal_bytes
+                    ):
+                        raise lmdb.CorruptedError("its map is said to be full, but has room for the change") from error
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
@@ -191,7 +195,7 @@ class LmdbFiles:
         """Run *act*, which deletes at most the given number of records, as one change; few if the disk is full."""
         try:
             with self.changing() as change:
-                return act(change, _RECORDS_PER_CHANGE)
+                return act(change, MOST_EVICTED)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -227,16 +231,6 @@ class LmdbFiles:
             if self.tables.file.is_nearly_full(new_bytes):
                 change.leave_spare_pages()
             return result
-
-    def _must_fit(self, added_bytes: int, removal_bytes: int) -> bool:
-        """Whether a change, as of `changing`, finds room for certain in a tree that is whole.
-
-        A change that removes or moves any number of records copies each page in use once at most, and fills no more
-        pages with the moved rows than they take now.
-        """
-        if removal_bytes > LITTLE_BYTES:
-            removal_bytes = 2 * self.tables.file.used_bytes()
-        return not self.tables.file.is_nearly_full(added_bytes + removal_bytes)
 
     def _mark_open(self) -> None:
         """Sync the files, if the durability level asks for it, and mark the folder as open.
@@ -346,10 +340,11 @@ class LmdbFiles:
         """Raise errors of LMDB as OSError. A broken tree also marks the folder, so that the next start is empty."""
         try:
             yield
-        except (lmdb.MapFullError, NoFreeSlot) as error:
-            raise StoreFull(
-                errno.ENOSPC, f"store {self.name}: map full; raise capacity_bytes or use blocks of one size"
-            ) from error
+        except NoFreeSlot as error:
+            why = "no slot of this size is free; raise capacity_bytes, or use blocks of one size"
+            raise StoreFull(errno.ENOSPC, f"store {self.name}: {why}") from error
+        except lmdb.MapFullError as error:
+            raise StoreFull(errno.ENOSPC, f"store {self.name}: the index is full; raise capacity_bytes") from error
         except lmdb.Error as error:
             if self._is_dead():
                 self._has_panicked = True

@@ -8,8 +8,8 @@ import lmdb
 
 from kvtier.store.slab import PAGE_BYTES
 
-SPARE_PAGES = 64  # that each change that adds leaves free: removing or moving 8 records needs them, three levels deep
-LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # new pages that a change which removes or moves at most 8 records may need
+SPARE_PAGES = 64  # that each change that adds leaves free: for 3 evictions and 3 second chances, three levels deep
+LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES
 _AHEAD_BYTES = 8 << 20  # disk space taken at a time
 
 

@@ -13,7 +13,7 @@ from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import Sealed, charged_bytes, most_charged_bytes, refuse_unfit, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.change import Change
+from kvtier.store.lmdb.change import MOST_EVICTED, Change
 from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.group_commit import GroupCommit
@@ -22,7 +22,6 @@ from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
-_MOST_EVICTED = 512  # that one change evicts, besides as many as it adds: see `REMOVAL_BYTES`
 _MOST_TRIES = 8  # to make room for one group
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -151,7 +150,7 @@ class LmdbWriter:
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
-        most = _MOST_EVICTED + len(unique)
+        most = MOST_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], set[bytes]]:
@@ -170,7 +169,9 @@ class LmdbWriter:
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
             change.find_again(blob.key for blob in new)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most - len(evicted)), {
+                blob.key for blob in new
+            }
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
         for _ in range(_MOST_TRIES):
@@ -211,7 +212,7 @@ class LmdbWriter:
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
                 limit_bytes = max(0, self._quotas[tenant] - num_bytes)
-                evicted += change.evict_tenant(tenant, limit_bytes, most)
+                evicted += change.evict_tenant(tenant, limit_bytes, most - len(evicted))
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(evicted)
         limit_bytes = max(0, self._room.capacity_bytes - sum(new_bytes.values()))
@@ -233,7 +234,7 @@ class LmdbWriter:
                 for blob in _mark(change, group):
                     new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)
                 try:
-                    evicted, is_done = self._evict(change, new_bytes, _MOST_EVICTED), True
+                    evicted, is_done = self._evict(change, new_bytes, MOST_EVICTED), True
                 except _StillTooMuch as too_much:
                     evicted = too_much.evicted
             self._untold += evicted

@@ -400,7 +400,8 @@ class _Worker:
         try:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
-            _log.warning("store %s: its process ended with %s, which cannot be counted: %s", self._folder, how, error)
+            why = str(error)  # the error would keep this object, and its sockets open, in a handler that keeps records
+            _log.warning("store %s: its process ended with %s, which cannot be counted: %s", self._folder, how, why)
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d in a row; after %d it starts empty",

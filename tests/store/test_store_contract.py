@@ -16,8 +16,8 @@ from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.seal import charged_bytes, seal
-from kvtier.store.lmdb import change as lmdb_change
 from kvtier.store.lmdb import data_file
+from kvtier.store.lmdb import files as lmdb_files
 from kvtier.store.lmdb import reader as lmdb_reader
 from kvtier.store.lmdb import writer as lmdb_writer
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -299,7 +299,7 @@ def test_a_prefix_outlives_what_was_added_to_it_later(case: StoreCase) -> None:
 
 
 def test_more_second_chances_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_files, "MOST_SECOND_CHANCES", 3)
     with case.open(20 * charged_bytes(1000)) as store:
         store.put_many([blob_of(n, 1000) for n in range(20)])
         store.touch([key_of(n) for n in range(19)])
@@ -373,7 +373,7 @@ def test_what_is_asked_for_is_evicted_in_the_order_in_which_records_leave(case: 
 
 
 def test_a_tenants_records_are_evicted_and_nobody_elses(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_files, "MOST_SECOND_CHANCES", 3)
     charge = charged_bytes(1000)
     with case.open(100 * charge, {ANN: 50 * charge}) as store:
         store.put_many([replace(blob, tenant=ANN) for blob in chain_of(0, 5)])
@@ -436,7 +436,7 @@ def test_a_call_beyond_a_quota_keeps_its_last_blobs(case: StoreCase) -> None:
 
 
 def test_a_quota_with_more_second_chances_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_files, "MOST_SECOND_CHANCES", 3)
     charge = charged_bytes(1000)
     with case.open(100 * charge, {ANN: 10 * charge}) as store:
         store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(10)])
@@ -587,7 +587,7 @@ def test_readers_beside_a_writer_never_see_wrong_bytes(case: StoreCase) -> None:
 def test_a_parent_stays_for_its_child_however_many_second_chances_it_takes(
     case: StoreCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_files, "MOST_SECOND_CHANCES", 3)
     with case.open(20 * charged_bytes(1000)) as store:
         store.put_many([blob_of(n, 1000) for n in range(20)])
         store.touch([key_of(n) for n in range(10)])
@@ -599,8 +599,8 @@ def test_a_parent_stays_for_its_child_however_many_second_chances_it_takes(
 
 
 def test_a_call_that_brings_old_ones_again_and_new_ones(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
-    monkeypatch.setattr(lmdb_writer, "_MOST_EVICTED", 2)
+    monkeypatch.setattr(lmdb_files, "MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_writer, "MOST_EVICTED", 2)
     with case.open(40 * charged_bytes(1000)) as store:
         store.put_many([blob_of(n, 1000) for n in range(40)])
 
@@ -612,7 +612,7 @@ def test_a_call_that_brings_old_ones_again_and_new_ones(case: StoreCase, monkeyp
 
 
 def test_more_evictions_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_writer, "_MOST_EVICTED", 2)
+    monkeypatch.setattr(lmdb_writer, "MOST_EVICTED", 2)
     charge = charged_bytes(1000)
     with case.open(100 * charge, {ANN: 30 * charge}) as store:
         store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(30)])

@@ -81,6 +81,7 @@ def test_rows_that_claim_more_room_than_the_map_has_are_damage(stores: list[Temp
         judge_alone(template, Flip("data.mdb", rows[len(rows) // 2] + 3, 3), table)  # 128 MiB
 
     assert_survived(table, seed)
+    assert table.num_emptied > 0
 
 
 def test_flips_in_every_page_of_the_index_are_survived(stores: list[Template], seed: int) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file, lmdb_store
 from kvtier.store.lmdb import files as lmdb_files
 from kvtier.store.lmdb import reader as lmdb_reader
+from kvtier.store.lmdb import writer as lmdb_writer
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.files import LmdbFiles
+from kvtier.store.lmdb.index_file import LITTLE_BYTES
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.lmdb.map_users import MapUsers
 from kvtier.store.lmdb.rows import COUNTERS_KEY, Counters, checksum
@@ -105,7 +108,7 @@ def test_reopening_keeps_records_recency_and_totals(tmp_path: Path) -> None:
 
 
 def test_a_smaller_capacity_evicts_the_oldest_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_files, "_RECORDS_PER_CHANGE", 2)
+    monkeypatch.setattr(lmdb_files, "MOST_EVICTED", 2)
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(n) for n in range(9)])
 
@@ -294,18 +297,48 @@ def test_an_index_that_fills_its_map_is_no_damage_and_can_be_emptied(
     assert not warnings_in(caplog)
 
 
-def test_a_change_passes_over_no_more_records_than_it_may_evict(tmp_path: Path) -> None:
-    """On a full disk it may evict four, and has pages for no more."""
+def test_a_change_on_a_full_disk_passes_over_no_more_records_than_it_has_pages_for(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(n) for n in range(12)])
         store.touch([key_of(n) for n in range(12)])
 
         evicted = []
-        for _ in range(3):
-            with store.files.changing() as change:
-                evicted.append(change.evict(0, 4))
+        for _ in range(4):
+            with store.files.changing(removal_bytes=LITTLE_BYTES) as change:
+                evicted.append(change.evict(0, 3))
 
-        assert evicted == [[], [], [key_of(n) for n in range(4)]]
+        assert evicted == [[], [], [], [key_of(n) for n in range(3)]]
+
+
+def num_changes(store: LmdbStore) -> int:
+    with store.files.reading() as txn:
+        return store.files.tables.counters(txn).num_changes
+
+
+def test_one_change_evicts_a_limited_number_of_all_tenants_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_writer, "MOST_EVICTED", 2)
+    tenants, charge = (b"a" * 8, b"b" * 8), charged_bytes(1000)
+    with LmdbStore(tmp_path, CAPACITY_BYTES, quotas=dict.fromkeys(tenants, 10 * charge)) as store:
+        store.put_many([replace(blob_of(n, 1000), tenant=tenants[n % 2]) for n in range(20)])
+        before = num_changes(store)
+
+        evicted = store.put_many([replace(blob_of(100 + n, 10_000), tenant=tenant) for n, tenant in enumerate(tenants)])
+
+        assert 4 < len(evicted) == len(set(evicted))
+        assert num_changes(store) > before + 1
+
+
+def test_evicting_one_record_passes_over_many_in_one_change(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(n, 100) for n in range(100)])
+        store.touch([key_of(n) for n in range(100)])
+        before = num_changes(store)
+
+        assert store.evict(1, 1).keys == [key_of(0)]
+
+        assert num_changes(store) == before + 1
 
 
 def test_a_record_whose_slot_is_cut_off_is_corrupt_and_gone(tmp_path: Path) -> None:

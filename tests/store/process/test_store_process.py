@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -728,4 +729,30 @@ def test_records_of_the_log_keep_no_socket_of_a_store_that_could_not_be_closed(
 
     gc.collect()
     assert "not closed properly" in caplog.text
+    assert open_files()["socket"] <= before
+
+
+def crash_where_it_cannot_be_counted(folder: Path) -> None:
+    """Crash the process of a store whose folder is gone."""
+    store = StoreProcess(StoreSettings(folder, CAPACITY_BYTES))
+    store.open()
+    assert store.pid is not None
+    shutil.rmtree(folder)
+    os.kill(store.pid, signal.SIGSEGV)
+    with contextlib.suppress(OSError):
+        while True:
+            store.statistics()
+    store.close()
+
+
+def test_records_of_the_log_keep_no_socket_of_a_store_whose_crash_cannot_be_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    before = open_files()["socket"]
+
+    crash_where_it_cannot_be_counted(tmp_path / "store")
+
+    gc.collect()
+    assert "cannot be counted" in caplog.text
     assert open_files()["socket"] <= before
