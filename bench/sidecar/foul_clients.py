@@ -215,7 +215,7 @@ def foreign_rows(endpoint: str) -> list[Row]:
             other.ask(17, key, 7, b"") is False,
             other.ask(16, key, 7)["context"]["slots"] == [],
             other.ask(18, key, 7)["success"] is False,
-            # Refused with the segment's name: without it a client would send every chunk by value.
+            # Refused, but told of the segment: without it a client would send every chunk by value.
             other.ask(14, layout)["pool_size"] > 0,
             other.ask(15, 7) is None,
             other.ask(13, "r") is None,

@@ -719,19 +719,6 @@ def close_while_it_dies(folder: Path) -> None:
     join(closer)
 
 
-def test_records_of_the_log_keep_no_socket_of_a_store_that_could_not_be_closed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    gc.collect()
-    before = open_files()["socket"]
-
-    close_while_it_dies(tmp_path / "store")
-
-    gc.collect()
-    assert "not closed cleanly" in caplog.text
-    assert open_files()["socket"] <= before
-
-
 def crash_where_it_cannot_be_counted(folder: Path) -> None:
     """Crash the process of a store whose folder is gone."""
     store = StoreProcess(StoreSettings(folder, CAPACITY_BYTES))
@@ -739,20 +726,31 @@ def crash_where_it_cannot_be_counted(folder: Path) -> None:
     assert store.pid is not None
     shutil.rmtree(folder)
     os.kill(store.pid, signal.SIGSEGV)
-    with contextlib.suppress(OSError):
-        while True:
-            store.statistics()
+    wait_for(lambda: is_refused(store))
     store.close()
 
 
-def test_records_of_the_log_keep_no_socket_of_a_store_whose_crash_cannot_be_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def is_refused(store: StoreProcess) -> bool:
+    """Whether the store raises an error."""
+    try:
+        store.statistics()
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("fail", "logged"),
+    [(close_while_it_dies, "not closed cleanly"), (crash_where_it_cannot_be_counted, "could not be counted")],
+)
+def test_records_of_the_log_keep_no_socket_of_a_store_that_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fail: Callable[[Path], None], logged: str
 ) -> None:
     gc.collect()
     before = open_files()["socket"]
 
-    crash_where_it_cannot_be_counted(tmp_path / "store")
+    fail(tmp_path / "store")
 
     gc.collect()
-    assert "could not be counted" in caplog.text
+    assert logged in caplog.text
     assert open_files()["socket"] <= before
