@@ -56,8 +56,6 @@ def test_a_password_that_cannot_be_read_is_told_in_a_line(file: Path, content: b
         file.chmod(0o600)
 
     with pytest.raises(ValueError, match=r"the password in .*(: No such file| is not UTF-8 text)") as why:
-        ValueError, match=r"the password in .*: (No such file| is not UTF-8)|is not UTF-8 text"
-    ) as why:
         remote_store(RemoteConfig(url="redis://127.0.0.1", password_file=str(file)))
 
     assert "\n" not in str(why.value)
