@@ -1,4 +1,4 @@
-"""Argument parsing shared by all commands: the format of help, one-line errors, and converters of values."""
+"""Argument parsing shared by all commands: help format, one-line errors, and converters of option values."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
     commands: "argparse._SubParsersAction[Any] | None" = None
 
     def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
-        """Add subparsers as argparse does, and keep them in `commands`."""
+        """Add subparsers, and keep them in `commands` for the check of unknown commands."""
         self.commands = super().add_subparsers(**settings)
         return self.commands
 
@@ -71,7 +71,7 @@ def _long_options(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and full form, such as `rm` and `kvtier store rm`, of all subcommands and then of *commands*."""
+    """Yield each command's name and full form, such as `rm` and `kvtier store rm`, subcommands first."""
     for parser in commands.values():
         if isinstance(parser, OneLineParser) and parser.commands is not None:
             yield from _paths(parser.commands.choices, parser.prog)
@@ -79,9 +79,10 @@ def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterat
 
 
 def _meant(word: str, known: Mapping[str, str]) -> str:
-    """Return "; did you mean X?" for the name in *known* that is closest to *word*, or "" if no name is close.
+    """Return "; did you mean X?" for the known name that is closest to *word*, or "" if no name is close.
 
-    *known* maps each name to X. A name is also close if its beginning resembles *word*.
+    *known* maps each name to the text X to suggest. If *word* is shorter than a name, it is also compared with the
+    beginning of the name.
     """
     beginnings = {name[: len(word)]: meant for name, meant in known.items()}
     near = get_close_matches(word, choices := {**beginnings, **known}, n=1)
@@ -105,7 +106,7 @@ def utf8_text(text: str) -> str:
 
 
 def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add `--allow-host`, which is parsed to `allowed_hosts` (None if not given)."""
+    """Add the option `--allow-host`. It is parsed to `allowed_hosts`, which is None if it is not given."""
     parser.add_argument(
         "--allow-host",
         action="append",
@@ -119,7 +120,7 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def _host_name(text: str) -> str:
-    """Return *text*, which is a host name, `*.` and a domain for all names in the domain, or `*` for any name."""
+    """Return *text* if it is a host name, `*.DOMAIN` for all names in a domain, or `*` for any name."""
     if not re.fullmatch(HOST_NAME, text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a host name; omit scheme and port, for example kv.example")
     return text
@@ -151,7 +152,7 @@ def size(text: str) -> int:
 
 
 def folder_and_size(text: str) -> dict[str, object]:
-    """Return the value of `--disk`, PATH:SIZE, as the table `[disk]`."""
+    """Convert PATH:SIZE, the value of `--disk`, to the configuration table `[disk]`."""
     folder, colon, capacity = text.rpartition(":")
     if not colon or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier:500GiB")

@@ -46,7 +46,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
         "--id",
         type=utf8_text,
         metavar="ID",
-        help="id, 1 to 128 of A-Z a-z 0-9 . _ and - (default: the file's name)",
+        help="document id of 1 to 128 characters A-Z a-z 0-9 . _ - (default: the file's name)",
     )
     add.add_argument(
         "--as",
@@ -60,7 +60,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
         "--model",
         type=utf8_text,
         metavar="NAME",
-        help="compute the document with this adapter of the server (default: the server's model)",
+        help="compute the document with this LoRA adapter of the server (default: no adapter)",
     )
     add.add_argument(
         "--cache-salt",
@@ -76,7 +76,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     warm = _action(actions, "warm", "load a document into host memory or onto the device")
     _add_id(warm)
     warm.add_argument("--tier", choices=["host", "device"], default="host", help="destination tier (default: host)")
-    warm.add_argument("--no-wait", action="store_true", help="return at once (default: wait until it is loaded)")
+    warm.add_argument("--no-wait", action="store_true", help="return at once (default: wait for the load)")
 
     pin = _action(actions, "pin", "keep a document in host memory")
     _add_id(pin)

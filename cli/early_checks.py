@@ -1,4 +1,4 @@
-"""Early checks of a command's model and files, which run before torch is imported, because that takes seconds.
+"""Early checks of a command's model and files, before torch is imported, because the import takes seconds.
 
 The checks reject only input that is sure to fail later. Other unusable input is rejected when it is loaded.
 """
@@ -32,7 +32,7 @@ def check_device(config: Config) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise an error if an adapter, the encryption key, the request log or the document folder is unusable."""
+    """Raise an error if a LoRA adapter, the encryption key, the request log or the document folder is unusable."""
     refuse_unusable(config.request_log)
     for name, table in config.lora.items():
         check_adapter_folder(name, Path(table.path).expanduser())

@@ -78,7 +78,7 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     """Add `kvtier explain`, which calls *run*."""
     explain = commands.add_parser(
         "explain",
-        help="why a prompt was a cache hit or a miss, block by block",
+        help="show why a prompt was a cache hit or a miss, block by block",
         description="Shows for a finished request or a prompt which tokens came from which tier, why other tokens "
         "missed, and where the prompt differs from the closest known one; asks a running 'kvtier serve' or "
         "'kvtier sidecar'.",
@@ -87,7 +87,10 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     )
     explain.add_argument("id", nargs="?", type=utf8_text, metavar="REQUEST_ID", help="id of a finished request")
     explain.add_argument(
-        "--prompt", type=nonempty_text, metavar="FILE", help="text, or a JSON object; -: standard input (default: none)"
+        "--prompt",
+        type=nonempty_text,
+        metavar="FILE",
+        help="file with a text or a JSON request; -: standard input (default: none)",
     )
     explain.add_argument("--model", type=utf8_text, metavar="NAME", help="the prompt's model (default: the server's)")
     explain.add_argument("--cache-salt", type=utf8_text, metavar="SALT", help="the prompt's cache_salt (default: none)")
@@ -235,7 +238,7 @@ def _length(text: str) -> int:
 def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
     """Add the commands `help` and `version`, which do the same as `--help` and `--version` of *parser*."""
     help_ = _add_word(commands, "help", "Prints the help of a command.")
-    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command and its subcommand (default: none)")
+    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, such as store rm (default: none)")
     help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))
     told = _add_word(commands, "version", "Prints the version.")
     told.set_defaults(run=lambda _: parser.parse_args(["--version"]))

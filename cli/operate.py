@@ -1,4 +1,4 @@
-"""The `kvtier operate` command, which makes a running server or sidecar carry out a verb such as reset or pin."""
+"""The `kvtier operate` command, which sends an operator's command, such as reset or pin, to a server or sidecar."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ _NOT_ASKED = frozenset({"run", "verb", "url", "token_file", "json"})
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the verb that *options* name, and return the exit status."""
+    """Send the operator's command that *options* name (the verb), and return the exit status."""
     client = JsonClient(options.url, _token(options.token_file), f"--token-file or {TOKEN}", "kvtier serve", TIMEOUT_S)
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED and value is not None}
     for name, read in (("prompt", _text), ("token_ids", _numbers)):
@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(answer: dict[str, Any]) -> list[str]:
-    """Return the server's response as lines to print."""
     lines = []
     for tier, counts in answer.get("tiers", {}).items():
         leased = f", {counts['leased']:,} leased or pinned stay" if counts["leased"] else ""

@@ -45,14 +45,14 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         "evict blocks from device, host memory and disk, not from a remote tier; blocks in use and pinned blocks stay",
     )
     which = reset.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tenant", type=utf8_text, metavar="NAME", help="the blocks of this tenant")
+    which.add_argument("--tenant", type=utf8_text, metavar="NAME", help="evict the blocks of this tenant")
     which.add_argument(
         "--namespace",
         type=utf8_text,
         metavar="HEX",
-        help="the blocks of the namespace whose name begins with HEX (see kvtier stats)",
+        help="evict the blocks of the namespace whose name begins with HEX (see kvtier stats)",
     )
-    which.add_argument("--all", action="store_true", default=None, help="all blocks")
+    which.add_argument("--all", action="store_true", default=None, help="evict all blocks")
 
     evict = _verb(verbs, "evict", "evict the oldest blocks of one tier; blocks without a copy in another tier are lost")
     evict.add_argument("tier", choices=["device", "host", "disk"], help="the tier to evict from")
@@ -82,10 +82,12 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     )
 
     unpin = _verb(verbs, "unpin", "end a pin")
-    unpin.add_argument("pin", metavar="NAME", help="the name that pin printed")
+    unpin.add_argument("pin", metavar="NAME", help="name of the pin, as printed by 'kvtier operate pin'")
 
     check = _verb(verbs, "check", "verify that the cache's bookkeeping is consistent")
-    check.add_argument("--now", action="store_true", default=None, help="check even while requests run; they wait")
+    check.add_argument(
+        "--now", action="store_true", default=None, help="check even while requests run, and let them wait"
+    )
 
     level = _verb(verbs, "log-level", "set the server's log level until it stops")
     level.add_argument("level", choices=["debug", "info", "warning", "error"], help="lowest level to log")

@@ -48,7 +48,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--other-url",
         type=nonempty_text,
         metavar="URL",
-        help="a second server that shares the cache and has another model of the same name (default: none)",
+        help="URL of a second server that shares the cache and has another model of the same name (default: none)",
     )
     prove.add_argument(
         "--lengths",
@@ -61,31 +61,31 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         type=_count,
         default=2,
         metavar="N",
-        help="number of rounds, with one pair of prompts of each kind and length; every second round is sent "
+        help="number of rounds; a round has one pair of prompts of each kind and length; every second round is sent "
         "concurrently (default: 2)",
     )
     prove.add_argument(
-        "--concurrency", type=_count, default=8, metavar="N", help="max concurrent requests (default: 8)"
+        "--concurrency", type=_count, default=8, metavar="N", help="maximum number of concurrent requests (default: 8)"
     )
     prove.add_argument(
         "--evict",
         type=_count,
         metavar="TOKENS",
-        help="evict cached blocks before the second prompts of the pairs, by other prompts of this many tokens; to"
-        " test a tier, give the capacity of all tiers above it, device memory included (default: none)",
+        help="before the second prompts of all pairs, evict cached blocks by sending other prompts of this many tokens;"
+        " to test a tier, give the total capacity of the faster tiers, including device memory (default: none)",
     )
     prove.add_argument(
         "--between",
         type=nonempty_text,
         metavar="COMMAND",
-        help="shell command to run before the second prompts of the pairs, such as a restart of the server; the test"
-        " goes on when the server answers (default: none)",
+        help="shell command to run before the second prompts of all pairs, such as a restart of the server; the test"
+        " continues when the server answers (default: none)",
     )
     prove.add_argument(
         "--seed",
         type=_count,
         metavar="N",
-        help="send the prompts of an earlier run with this seed again; empty the cache first (default: new prompts)",
+        help="seed of random prompts, to repeat those of an earlier run; empty the cache first (default: new prompts)",
     )
     prove.add_argument(
         "--api-key",

@@ -34,7 +34,7 @@ MODELS = {"1B, as Llama 3.2 1B": 32 << 10, "8B, as Llama 3.1 8B": 128 << 10, "70
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured speed of the store at *where* on this network. Reads are verified."""
+    """The measured speed of a remote store, accessed over this network. *where* is the store's address."""
 
     where: str
     block_bytes: int

@@ -1,4 +1,4 @@
-"""The arguments of the commands that use a remote store without an engine, and their validation."""
+"""The arguments of `kvtier bench-remote` and `kvtier forget-remote`, and their validation."""
 
 import argparse
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
     bench.add_argument("--block", type=size, default=1 << 20, metavar="SIZE", help="size of a block (default: 1MiB)")
     bench.add_argument("--blocks", type=_count, default=256, metavar="N", help="number of blocks (default: 256)")
     bench.add_argument(
-        "--readers", type=_count, default=4, metavar="N", help="threads that read (default: 4, as in an engine)"
+        "--readers", type=_count, default=4, metavar="N", help="number of reader threads (default: 4, as in an engine)"
     )
     bench.add_argument(
         "--token-bytes",
@@ -88,7 +88,7 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
         "--prefill",
         type=_count,
         metavar="TOKENS",
-        help="prefill speed of your engine, in tokens per second (default: print no verdict)",
+        help="prefill speed of your engine in tokens per second, to judge if the store pays off (default: no verdict)",
     )
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     bench.set_defaults(run=run)

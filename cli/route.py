@@ -44,7 +44,7 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": config.host, "port": port, "pid": os.getpid()}})
         if operators is None and not is_loopback(config.host):
-            log.warning("without operators' tokens, all clients of %s may read /v1/route/replicas", config.host)
+            log.warning("all clients of %s may read /v1/route/replicas; set tokens in [operators]", config.host)
         asyncio.run(_run(config, bound, operators, keys))
     return 0
 

@@ -78,7 +78,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the given options as tables of `RouteConfig`.
+    """Return the options that were given, as tables of `RouteConfig`.
 
     Raises ValueError if there are `--events` or `--replay` options, but not one for each URL.
     """

@@ -47,7 +47,10 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 
 
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
-    """Return whether the command line has `--tenant-isolation strict`, which needs tenants, unlike the same default."""
+    """Return whether the command line has `--tenant-isolation strict`.
+
+    Given explicitly, this option needs API keys with tenants. As the default, it does not.
+    """
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
 

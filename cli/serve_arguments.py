@@ -68,20 +68,20 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         dest="named_model",
         type=nonempty_text,
         metavar="MODEL",
-        help="the same as MODEL (default: MODEL)",
+        help="the model, instead of the argument MODEL (default: MODEL)",
     )
     serve.add_argument(
         "--config",
         metavar="FILE_OR_NAME",
-        help="a TOML file, or a shipped configuration: laptop, longdoc-qa or gpu-8gb (default: no disk tier, and the "
-        "default of each key)",
+        help="a TOML file, or a shipped configuration: laptop, longdoc-qa or gpu-8gb (default: none; every key has "
+        "its default, and there is no disk tier)",
     )
     _add_tiers(serve)
     serve.add_argument(
         "--sidecar",
         type=nonempty_text,
         metavar="ADDRESS",
-        help="use host memory and disk of the 'kvtier sidecar' at this socket, unix:///PATH (default: none)",
+        help="use the host and disk tiers of the 'kvtier sidecar' at this socket, unix:///PATH (default: none)",
     )
     serve.add_argument(
         "--host", type=_address, metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
@@ -142,7 +142,7 @@ def _add_tiers(serve: argparse.ArgumentParser) -> None:
         "--block-size",
         type=_block_size,
         metavar="TOKENS",
-        help="tokens per block; blocks of another size cannot be reused (default: 32)",
+        help="tokens per block; stored blocks of another size cannot be reused (default: 32)",
     )
     pool = serve.add_mutually_exclusive_group()
     pool.add_argument(
@@ -183,7 +183,7 @@ def model_of(options: argparse.Namespace) -> str:
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the given options as tables of `Config`. Raise ValueError if options contradict each other."""
+    """Return the options that were given, as tables of `Config`. Raise ValueError if options contradict each other."""
     server = {name: value for name in _OF_SERVER if (value := getattr(options, name)) is not None}
     own = {"--host-memory": options.host_memory, "--disk": options.disk, "--remote": options.remote}
     if options.sidecar is not None and any(own.values()):
@@ -251,7 +251,9 @@ def _fraction(text: str) -> float:
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction of the GPU's memory above 0, up to 1; try 0.9")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a fraction of the GPU's memory above 0 and at most 1; give one, such as 0.9"
+        )
     return fraction
 
 

@@ -1,4 +1,4 @@
-"""The `kvtier sidecar` command: reads the configuration, prints the plan and how engines attach, and serves them."""
+"""The `kvtier sidecar` command: prints the settings and how to attach engines, then serves engines."""
 
 import json
 import os

@@ -54,7 +54,10 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         "--listen", type=_endpoint, metavar="ENDPOINT", help="address for vLLM (default: tcp://127.0.0.1:5555)"
     )
     sidecar.add_argument(
-        "--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens per chunk that vLLM caches (default: 256)"
+        "--chunk-tokens",
+        type=_chunk_tokens,
+        metavar="N",
+        help="tokens per chunk, the unit that vLLM caches (default: 256)",
     )
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='HTTP port on this machine, or "none" (default: 9464)'
@@ -70,7 +73,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the given options as tables of `SidecarConfig`."""
+    """Return the options that were given, as tables of `SidecarConfig`."""
     lmcache = {"listen": options.listen, "chunk_tokens": options.chunk_tokens}
     tables: dict[str, object] = {
         "host": None if options.host is None else {"capacity": options.host},

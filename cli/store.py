@@ -57,7 +57,10 @@ _T = TypeVar("_T")
 
 
 class Damaged(RuntimeError):
-    """An error for a damaged store. If *is_trusted*, the next engine would use the store without noticing."""
+    """An error for a store that is damaged as a whole.
+
+    If *is_trusted*, the next engine would not notice the damage and would use the store.
+    """
 
     exit_status = 1
 
@@ -110,7 +113,7 @@ def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as
 
 
 def stats(folder: Path, as_json: bool) -> int:
-    """Print the store's contents, and return the exit status: 1 if the next engine will not find all of them."""
+    """Print the store's contents. Return the exit status, which is 1 if the next engine will not find all of them."""
     try:
         inspection = _inspect(folder)
     except Damaged as damage:
@@ -161,7 +164,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Raise `Damaged` in place of an error that means that the store is damaged as a whole."""
+    """Raise `Damaged` in place of any error that shows that the whole store is damaged."""
     try:
         yield
     except StoreLost as error:
@@ -201,7 +204,7 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """Return the item of type *kind*. Show the progress items before it on a terminal."""
+    """Return the first item of type *kind*. Show the progress items that come before it on a terminal."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())
@@ -213,7 +216,7 @@ def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
             assert isinstance(item, upkeep.Progress)
             total = item.total_bytes or None
             bar.update(task, description=item.doing, completed=item.done_bytes, total=total, refresh=total is None)
-    raise AssertionError("no result")
+    raise AssertionError("the separate process returned no result")
 
 
 class _Amount(ProgressColumn):

@@ -1,4 +1,4 @@
-"""Calls of a function in a separate process, because it may crash: reading a broken mapped file kills the process."""
+"""Calls of functions in a separate process, because reading a broken memory-mapped file kills the process."""
 
 import contextlib
 import signal
@@ -47,8 +47,8 @@ def iterate_in_process(
 ) -> Iterator[Iterator[_T]]:
     """Iterate over the items of *generator* in a separate process. Raise `Crashed` if the process ends early.
 
-    Leaving the context closes the generator. The process is killed if closing takes more than 5 s. Ctrl-C in a
-    terminal does not reach the process. If the calling process is killed, the generator is closed at its next item.
+    Leaving the context closes the generator. The process is killed if closing takes more than 5 s. Ctrl-C in a terminal
+    does not reach the process. If the calling process is killed, the generator is closed when it yields its next item.
     """
     with _process(generator, args, kwargs) as items:
         yield items

@@ -1,4 +1,4 @@
-"""The `kvtier top` command, which shows a sidecar's tiers, hits, lanes, clients and leases in a terminal."""
+"""The `kvtier top` command, which shows a sidecar's tiers, hits, transfer lanes, clients and leases in a terminal."""
 
 import http.client
 import json
@@ -81,7 +81,10 @@ def read(url: str, token: str | None) -> View:
 
 
 def rendered(view: View, before: View | None) -> RenderableType:
-    """Return the whole view. *before* is the previous view, to compute rates since then."""
+    """Return what to display. *before* is the previous view, from which transfer rates are computed.
+
+    Raises `NoAnswer` if the responses are not those of a sidecar of this version.
+    """
     stats = view.stats
     try:
         return Group(
@@ -207,7 +210,7 @@ def _lanes(view: View, before: View | None) -> Table:
 
 
 def _rate(view: View, before: View, lane: str) -> float:
-    """Return the bytes per second between two views. If the sidecar was restarted in between, count from 0."""
+    """Return the bytes per second of a lane between two views. After a restart of the sidecar, count from 0."""
     moved = view.stats["lanes"][lane]["num_bytes"]
     if view.stats["segment"] == before.stats["segment"]:
         moved -= before.stats["lanes"].get(lane, {"num_bytes": 0})["num_bytes"]

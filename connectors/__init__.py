@@ -1,1 +1,4 @@
-"""Adapters that connect other engines to a sidecar. They translate; decisions about blocks belong to `tiers`."""
+"""Adapters that connect other engines to kvtier's tiers.
+
+An adapter only translates. Decisions about blocks belong in `tiers`.
+"""

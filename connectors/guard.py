@@ -1,4 +1,4 @@
-"""`Guard`: the error boundary of an adapter's hooks, so that no exception reaches the engine."""
+"""`Guard`: a wrapper around an adapter's hooks that catches all exceptions, so that none reaches the engine."""
 
 import logging
 import threading
@@ -8,17 +8,17 @@ from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
-REST_S = 60.0  # how long an adapter finds and stores nothing after an unexpected error
+REST_S = 60.0  # how long an adapter loads and stores nothing after an unexpected error
 
 T = TypeVar("T")
 F = TypeVar("F")
 
 
 class Guard:
-    """A runner of the hooks that an engine calls. If a hook raises, the engine gets a fallback instead.
+    """A caller of the hooks of an adapter. If a hook raises, the guard returns a fallback value to the engine.
 
     Hooks run one at a time, under `lock`. Errors are counted, and the first error of each kind is logged with a
-    traceback. After an error, `run` returns fallbacks without calling its hooks for `REST_S`.
+    traceback. After an error the guard rests: for `REST_S` seconds, `run` returns fallbacks without calling hooks.
     """
 
     def __init__(self, give_up: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,13 +36,13 @@ class Guard:
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Return the result of *hook*. Return *fallback* if the hook raises, or without calling it while resting."""
+        """Return the result of *hook*, or *fallback* if the hook raises. While resting, do not call the hook."""
         if self.is_resting:
             return fallback
         return self.run_always(hook, fallback)
 
     def run_always(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Do the same as `run`, but call *hook* even while resting. For hooks that finish earlier work."""
+        """Do the same as `run`, but also while resting. Use this for hooks that finish earlier work."""
         with self.lock:
             try:
                 return hook()

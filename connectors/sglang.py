@@ -1,4 +1,4 @@
-"""The module for SGLang's `--hicache-storage-backend-extra-config`: `"module_path": "kvtier.connectors.sglang"`."""
+"""The module to name as `module_path` in SGLang's `--hicache-storage-backend-extra-config`."""
 
 from kvtier.connectors.sglang_storage.backend import KVTierStorage
 

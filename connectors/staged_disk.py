@@ -1,4 +1,4 @@
-"""`StagedDisk`: the disk tier below an engine whose own memory the store's process cannot map."""
+"""`StagedDisk`: a disk tier for an engine whose memory cannot be shared with the store's process."""
 
 import mmap
 import os
@@ -79,17 +79,22 @@ def _free_bytes(where: str) -> str:
 
 
 class StagedDisk:
-    """An engine's blocks on disk, which are copied through rows of memory shared with the store's process.
+    """A disk tier for an engine, with a staging buffer in memory that is shared with the store's process.
 
-    The engine's adapter copies blocks into the shared rows and out of them, and the store's process writes and reads
-    the rows. The rows have `NUM_PARTS` parts; a caller waits while other callers use all of them. Disk faults raise no
-    exceptions. All methods except `close` may be called from any thread.
+    The buffer consists of rows, each of which holds one block. The engine's adapter copies blocks into the rows and out
+    of them. The store's process writes the rows to disk and reads them. The rows are split into `NUM_PARTS` parts; a
+    caller waits while other callers use all of the parts. Disk faults raise no exceptions. All methods except `close`
+    may be called from any thread.
     """
 
     def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
-        """Open the disk. Raises the errors of `open_disk_below`.
+        """Open the store on disk.
 
         *namespace* is a 16-byte digest of everything that decides a row's bytes, apart from the block's name.
+
+        Raises:
+            ValueError: If the configuration cannot be used.
+            OSError: If there is not enough memory for the rows.
         """
         stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._part_rows = max(1, PART_BYTES // stride)
@@ -109,7 +114,7 @@ class StagedDisk:
         return self._disk.wait_indexed(timeout_s)
 
     def num_held(self, names: Sequence[BlockName]) -> int:
-        """Return how many of *names* come before the first that is not on disk, without waiting."""
+        """Return the length of the longest prefix of *names* whose blocks are all on disk, without waiting."""
         return self._disk.num_held(names)
 
     def are_held(self, names: Sequence[BlockName]) -> list[bool]:
@@ -117,10 +122,10 @@ class StagedDisk:
         return self._disk.are_held(names)
 
     def load(self, names: Sequence[BlockName], take: Copy) -> int:
-        """Read the blocks into rows, and have *take* copy them from there, in order.
+        """Read blocks from disk into rows, and call *take* to copy the blocks out of the rows, in order.
 
         Returns:
-            The number of blocks that were copied, which are those before the first that could not be read.
+            The number of blocks that were copied. Copying stops at the first block that cannot be read.
         """
         num_loaded = 0
         is_whole = True
@@ -140,14 +145,15 @@ class StagedDisk:
 
         self._fly(len(names), begin, end)
         if num_loaded:
-            self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0])])  # keeps the blocks before it, too
+            # Touching the last block protects all earlier ones too, because a block is evicted before its parent.
+            self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0])])
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
-        """Have *fill* copy the blocks into rows, in order, and write the rows to disk.
+        """Call *fill* to copy blocks into rows, in order, and write the rows to disk.
 
-        *parent* is the name of the block before the first, or None if there is none or it is not known. Once a block
-        could not be stored, no further writes are begun.
+        *parent* is the name of the prompt's block before the first of *names*, or None if there is none or it is
+        unknown. After a block could not be stored, no further writes are begun.
 
         Returns:
             For each block, whether it is on disk.
@@ -185,9 +191,10 @@ class StagedDisk:
     def _fly(
         self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
     ) -> None:
-        """Split the blocks into parts, and call *begin* and *end* for each part in order, with up to two in flight.
+        """Split the blocks into parts, and transfer the parts in order, with up to two parts in flight.
 
-        Stops beginning parts once *begin* returns None.
+        *begin* starts to read or write a part, and *end* waits until that is done. If *begin* returns None, no further
+        parts are begun.
         """
         flights: deque[_Flight] = deque()
         starts = iter(range(0, num_blocks, self._part_rows))
@@ -219,7 +226,7 @@ class StagedDisk:
     def _free_part(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> int:
         """Return a free part of the shared rows. Waits if there is none.
 
-        Before a caller waits, it ends its own parts in flight, so that two callers never wait for each other.
+        Before it waits, it ends this caller's own parts in flight, so that two callers never wait for each other.
         """
         while flights:
             try:

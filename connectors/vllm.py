@@ -1,4 +1,4 @@
-"""The module that vLLM's `--kv-transfer-config` names for the connector, the offloading spec and the secondary tier."""
+"""The module to name in vLLM's `--kv-transfer-config`, for the connector, the offloading spec or the secondary tier."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

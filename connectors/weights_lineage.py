@@ -16,24 +16,24 @@ class WeightsLineage:
     place while the engine runs. The engine does not notify its cache of an update, but resets the cache afterwards. A
     reset may have other reasons, and the cache cannot tell them apart.
 
-    So every reset begins a new lineage with a random secret, which no other engine has. The engine then finds only
-    blocks that it has computed since the reset. After a restart the engine is in the shared lineage again, because it
-    loads the weights and computes their digest anew.
+    So every reset begins a new lineage: from then on, the names of the engine's blocks contain a new random secret,
+    which no other engine has. The engine then finds only blocks that it has computed since the reset. After a restart,
+    block names contain no secret again, because the engine loads the weights and computes their digest anew.
     """
 
     def __init__(self) -> None:
-        """Begin in the lineage that all engines of a namespace share."""
-        self.secret = b""  # empty in the shared lineage
+        """Begin without a secret, so that all engines of a namespace share block names."""
+        self.secret = b""  # empty until the first reset
 
     def start_new_lineage(self) -> None:
-        """Begin a lineage of this engine's own, because its weights may have changed."""
+        """Choose a new random secret, because the engine's weights may have changed."""
         if not self.secret:
             log.warning(
-                "kvtier: the engine has reset its cache, so its weights may have been updated; until it restarts, "
-                "it finds only blocks that it computes from now on, and shares them with no other engine"
+                "kvtier: the engine has reset its cache, so its weights may have been updated; until it restarts, it "
+                "reuses only blocks that it computes from now on, and shares no blocks with other engines"
             )
         self.secret = secrets.token_bytes(32)
 
     def name(self, name: BlockName) -> BlockName:
-        """Return the block's name in this lineage, given its *name* in the shared lineage."""
+        """Return *name* combined with the secret, or *name* itself if there is no secret."""
         return BlockName(hashlib.sha256(b"kvtier lineage\0" + self.secret + name).digest()) if self.secret else name

@@ -1,4 +1,4 @@
-"""AsyncLLM, the asynchronous API: token streams for many callers at once from an engine in its own thread."""
+"""AsyncLLM, the asynchronous API: streams tokens to many concurrent callers from an engine in its own thread."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ class StreamChunk:
 class _Stream:
     """The stream of one caller: a queue on the caller's event loop, filled by the engine's thread.
 
-    The engine's thread owns *request*.
+    Only the engine's thread uses *request*.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -74,9 +74,10 @@ class _Stream:
 
 
 class AsyncLLM:
-    """An `LLM` for many callers at once. Loading, flushing and tokenizing never block the event loop.
+    """An asynchronous `LLM` for many concurrent callers.
 
-    Use it with `async with`; the arguments are those of `LLM`.
+    Use it with `async with`; the arguments are those of `LLM`. Loading, tokenizing, and flushing (the writing of cached
+    blocks to disk) never block the event loop.
 
     async with AsyncLLM(model, config) as llm:
         async for piece in llm.generate("…"):
@@ -93,7 +94,10 @@ class AsyncLLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """Prepare the engine; `start` loads it, and its thread then calls *progress* with the name of each stage."""
+        """Prepare the engine without loading it.
+
+        `start` loads the engine and calls *progress*, in the engine's thread, with the name of each stage.
+        """
         self.config = as_config({} if config is None else config)
         self._streams: dict[Request, _Stream] = {}  # owned by the engine's thread
         # Only this thread touches the engine.
@@ -104,7 +108,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Load the model and start serving. Call it once; it raises the same errors as `LLM`.
 
-        If the caller is cancelled, the engine is closed as soon as it has loaded.
+        If the calling task is cancelled, the engine is closed as soon as it has loaded.
         """
         self._thread.start()
         at_exit = weakref.finalize(self, self._thread.end_at_exit)
@@ -166,7 +170,7 @@ class AsyncLLM:
     async def grammar_of(self, asked: StructuredOutputs | None, tenant: str | None = None) -> Grammar | None:
         """Compile *asked*, the structured-output constraint of a request, in a tokenizer thread.
 
-        Tenants take turns on these threads, so this call may wait for the turn of *tenant*.
+        Tenants take turns on the tokenizer threads, so this call may wait until it is the turn of *tenant*.
 
         Returns:
             The compiled grammar, which is cached for later requests; None if *asked* is None.
@@ -187,7 +191,7 @@ class AsyncLLM:
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
         """Call *work* with the tokenizer in a tokenizer thread, and return its result.
 
-        Tenants take turns on these threads, so this call may wait for the turn of *tenant*.
+        Tenants take turns on the tokenizer threads, so this call may wait until it is the turn of *tenant*.
         """
         return await self.tokenizers.run(work, tenant)
 
@@ -198,7 +202,7 @@ class AsyncLLM:
 
     @property
     def longest_request(self) -> int:
-        """Maximum length in tokens that this engine can run: of a prompt and its continuation together."""
+        """Maximum number of tokens of a request, prompt and continuation together, that this engine can run."""
         return self._loaded_engine().core.longest_request
 
     @property
@@ -212,7 +216,7 @@ class AsyncLLM:
         return self._loaded_engine().core.sampling_defaults
 
     async def wait_end(self) -> None:
-        """Wait until the engine stops serving, and raise the error if it failed."""
+        """Wait until the engine stops serving. Raise the engine's error if it failed."""
         self._loaded_engine()
         await asyncio.wrap_future(self._thread.served)
 
@@ -229,8 +233,8 @@ class AsyncLLM:
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
         """Call *question* in the engine's thread between two steps, and return its result or raise its error.
 
-        *question* should be short, because the engine computes nothing meanwhile. It is not called if the caller is
-        cancelled first.
+        *question* should be short, because the engine computes nothing meanwhile. It is not called if the calling task
+        is cancelled before.
 
         Raises:
             RuntimeError: If the engine ends before *question* is called.
@@ -256,15 +260,15 @@ class AsyncLLM:
     def tell(self, do: Callable[[EngineCore], None]) -> None:
         """Schedule *do* to run in the engine's thread between two steps, and return at once.
 
-        *do* must not raise. It is not called if the engine ends first.
+        *do* must not raise. It is not called if the engine ends before.
         """
         self._thread.put(do)
 
     async def add_attendant(self, make: Callable[[EngineCore], _A]) -> _A:
-        """Call *make* in the engine's thread, and return the attendant that it creates.
+        """Create an attendant by calling *make* in the engine's thread, and return it.
 
-        An attendant is an object that the engine's thread calls between steps (see `Attendant`); no other thread may
-        touch it. If the caller is cancelled, an attendant that was already created is ended.
+        An attendant is a task that the engine's thread runs between steps, see `Attendant`. No other thread may use
+        it. If the calling task is cancelled, an attendant that was already created is ended.
 
         Raises:
             RuntimeError: If the engine ends before *make* is called.
@@ -287,18 +291,18 @@ class AsyncLLM:
             raise
 
     def remove_attendant(self, attendant: Attendant) -> None:
-        """Schedule the end of an attendant in the engine's thread, and return at once."""
+        """Have the engine's thread end this attendant between two steps, and return at once."""
         self._thread.put(lambda _: self._thread.remove_attendant(attendant))
 
     def statistics(self) -> EngineStatistics:
-        """Return the engine's latest snapshot, which is at most 0.25 s old while the engine steps."""
+        """Return the engine's latest statistics, which are at most 0.25 s old while the engine runs steps."""
         return self._loaded_engine().core.statistics
 
     async def close(self, progress: Progress | None = None) -> None:
         """Abort all requests, flush cached blocks to disk, and end the threads. A second call waits for the first.
 
         The engine's thread calls *progress* with the number of blocks left to write. Closing continues even if the
-        caller is cancelled.
+        calling task is cancelled.
         """
         if self._thread.is_forked:
             return
@@ -322,10 +326,10 @@ class AsyncLLM:
         if self._thread.is_forked:
             raise RuntimeError(
                 "AsyncLLM: this process was forked after the AsyncLLM was started, and its threads exist only in the "
-                "parent; create it in the process that uses it, or start processes by spawn"
+                "parent process; create it in the process that uses it, or start processes with the spawn method"
             )
         if self._closed or self._thread.served.done():
-            raise RuntimeError("AsyncLLM: has ended; start a new one")
+            raise RuntimeError("AsyncLLM: the engine has ended; create a new AsyncLLM")
         if not self._thread.loaded.done():
             raise RuntimeError("AsyncLLM: not started; use 'async with AsyncLLM(...)' or await start()")
         return self._thread.loaded.result()
@@ -335,7 +339,6 @@ class AsyncLLM:
         self._thread.end(progress)
 
     def _end_streams(self, why: str) -> None:
-        """End every stream with the reason why the engine's thread stopped stepping: a close or an error."""
         for stream in self._streams.values():
             stream.refuse(why)
 

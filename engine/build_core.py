@@ -59,14 +59,14 @@ STARTUP_WAIT_S = 1.0
 # as soon as it is open.
 OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # reading the index of a million blocks on disk takes about 3 s
-INDEX_LOOK_S = 0.05  # pause between two checks whether the index has been read
+INDEX_LOOK_S = 0.05  # pause between two checks of whether the index has been read
 SIDECAR_POLL_S = 0.002  # pause between two polls of a sidecar, which reports a few hundred blocks at a time
 ATTACH_WAIT_S = 10.0  # a running sidecar answers at once, and its memory is mapped in much less time
 MAX_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # time limit for the load of a hit, in an engine without a disk
 MAX_SCORED_LOGITS = 1 << 25  # per step: 128 MiB in float32; the logits of a whole long prompt take gigabytes
 NUM_READERS = 4  # concurrent reads from disk
-NUM_WRITERS = 2  # concurrent writes to disk: one writes while the next one gathers its blocks
+NUM_WRITERS = 2  # concurrent writes to disk: the second one gathers its blocks while the first one writes
 
 
 def build_core(
@@ -77,19 +77,19 @@ def build_core(
 ) -> EngineCore:
     """Build the engine that the configuration describes. *progress* is called with the name of each stage.
 
-    A store that cannot be opened is logged and is not an error: the disk tier joins once the store is open.
-    If building fails, the parts built until then are closed.
+    If the store on disk cannot be opened, a warning is logged, and the engine works without it until it can be opened.
 
     Raises:
-        UnsupportedModel: If the model's attention cannot be paged.
-        ValueError: If a size or a sampling default of the model is unusable, or the sidecar refuses the engine.
+        UnsupportedModel: If the model's attention cannot use paged KV.
+        ValueError: If a configured size or a default sampling parameter of the model is unusable, or if the sidecar
+            refuses the engine.
         UnusableLora: If an adapter belongs to another model.
         MissingExtra: If KV events are configured and pyzmq is not installed.
         OSError: If an endpoint for KV events cannot be used.
     """
     sampling_defaults = NO_DEFAULTS if config.model.generation_config == "none" else SamplingDefaults.of(model)
     with ExitStack() as undo:
-        progress("looking at the model's attention")
+        progress("checking the model's attention layers")
         adapters = load_adapters(model, config.lora, progress)
         runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
         undo.callback(runner.close)
@@ -102,7 +102,7 @@ def build_core(
         memories: Sequence[BlockMemory] = shared or runner.memories(0 if config.host is None else config.host.capacity)
         for memory in memories:
             undo.callback(memory.close)
-        progress("taking the digest of the weights")
+        progress("computing the digest of the weights")
         namespace = with_rounding_of(runner.namespace(config.names.algorithm, config.names.resolved_seed), config.disk)
         store, disk = _open_disk(config, namespace, memories, undo, progress)  # threads prepare the memory meanwhile
         traces = RequestTraces.of(config.tracing, "kvtier")
@@ -181,7 +181,7 @@ def build_core(
 
 
 def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache: TieredCache) -> LocalExplainer:
-    """Create the explainer. Its file of seen prompts is next to the store, because both survive the process."""
+    """Create the explainer of cache misses. It keeps the prompts seen so far in a file next to the store on disk."""
     store = None if config.disk is None else Path(config.disk.path)
     explainer = Explainer(
         config.device.block_size,
@@ -251,7 +251,7 @@ def _attach(
     events: EventLog | None,
     traces: RequestTraces | None,
 ) -> SidecarTiers:
-    """Return the tiers of the sidecar at *path*. It need not run yet. Raise ValueError if it refuses this engine."""
+    """Return the tiers of the sidecar at *path*, which may start later. Raise ValueError if it refuses the engine."""
     shapes = [
         GroupShape(group.block_size, group.forgets, memory.block_bytes)
         for group, memory in zip(runner.groups, memories, strict=True)
@@ -278,7 +278,7 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished, remote: OpenRemote | None) -> TransferEngine:
-    """Create the transfer lanes: streams for a CUDA device, threads for other devices and for the disk."""
+    """Create the lanes that copy blocks: CUDA streams to and from a GPU, threads for all other copies."""
     lanes: dict[Route, Lane] = {
         Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
@@ -350,7 +350,7 @@ def _own_tiers(
 def _wait_prepared(
     memories: Sequence[BlockMemory], store: ReopeningStore | None, sidecar: SidecarTiers | None, cache: TieredCache
 ) -> None:
-    """Wait briefly until host memory is prepared and the disk's index is read, so that the first requests are fast."""
+    """Wait for host memory and the disk's index, up to a few seconds, so that the first requests are fast."""
     cache.poll()  # to obtain the host slots of a sidecar
     for memory in memories:
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))

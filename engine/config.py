@@ -1,4 +1,4 @@
-"""The frozen configuration tree, read once from TOML. Every key has a default, and every error names its path."""
+"""The configuration of an engine: immutable tables, read once from TOML. An error names the path of the wrong key."""
 
 import difflib
 import re
@@ -62,17 +62,20 @@ Origin = Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A TOML table. `as_config` checks types and ranges; the constructor does not."""
+    """A TOML table. `as_config` checks the types and ranges of its keys; the constructor does not."""
 
 
 _Tree = TypeVar("_Tree", bound=Table)
 
 
 class ModelConfig(Table, frozen=True, kw_only=True):
-    """`[model]`: how the weights are loaded. "auto" uses the checkpoint's dtype, and a GPU if there is one.
+    """`[model]`: how the model is loaded.
 
-    With *generation_config* "auto", sampling parameters that a request leaves out (temperature, top_p, top_k, min_p,
-    repetition_penalty, max_new_tokens) come from the model's generation config; "none" ignores that file.
+    Attributes:
+        dtype: Type of the weights. "auto" is the type in the checkpoint.
+        device: Device that computes. "auto" is a GPU if there is one.
+        generation_config: With "auto", sampling parameters that a request leaves out (temperature, top_p, top_k, min_p,
+            repetition_penalty, max_new_tokens) come from the model's generation config. "none" ignores that file.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -81,16 +84,19 @@ class ModelConfig(Table, frozen=True, kw_only=True):
 
 
 class DeviceConfig(Table, frozen=True, kw_only=True):
-    """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
+    """`[device]`: the KV cache on the device that computes.
 
-    If *gpu_memory_utilization* is set, *capacity* is not used. The pool then gets this fraction of the GPU's memory,
-    minus the weights and the memory that a step needs; see `GpuShare`.
-    With *partial_blocks* a prompt that shares only the first tokens of a cached block gets a copy of the block.
-    *retention_tokens* is for models with sliding windows. By default all blocks of window layers are kept. With 0 only
-    the blocks needed to continue at the end of a prompt are kept. With N > 0 the blocks needed to resume after every N
-    tokens are kept as well.
-    *poison* is for debugging: slots hold NaN until KV is computed or copied into them, so that reading an unfilled slot
-    gives NaN.
+    Attributes:
+        capacity: Bytes of KV. Not used if *gpu_memory_utilization* is set.
+        gpu_memory_utilization: Fraction of the GPU's memory for the weights, the largest step and the KV cache
+            together, see `GpuShare`.
+        block_size: Tokens per block.
+        partial_blocks: Whether a prompt that shares only the first tokens of a cached block gets a copy of the block.
+        retention_tokens: Blocks that layers with sliding windows keep. By default they keep all. With 0 they keep only
+            the blocks needed to continue at the end of a prompt. With N > 0 they also keep the blocks needed to resume
+            after every N tokens.
+        poison: For debugging: fill slots with NaN until KV is computed or copied into them, so that reading an unfilled
+            slot gives NaN.
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
@@ -111,7 +117,7 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
-    """`[host]`: the host memory tier, pinned if there is a GPU. *capacity* in bytes; 0 disables the tier."""
+    """`[host]`: the host memory tier, pinned if there is a GPU. *capacity* is in bytes; 0 disables the tier."""
 
     capacity: ByteSize = parse_bytes("4GiB")
 
@@ -119,13 +125,20 @@ class HostConfig(Table, frozen=True, kw_only=True):
 class DiskConfig(Table, frozen=True, kw_only=True):
     """`[disk]`: the store on disk, which survives the process; without this table there is no disk tier.
 
-    *path* is a folder (`~` is expanded) that never takes more than *capacity* bytes. A read that takes longer than
-    *read_timeout_s* seconds is a miss. *durability* is process, interval (a checkpoint every *checkpoint_s* seconds) or
-    commit; see `Durability` for the crashes that each survives. *codec*: zstd makes blocks smaller but slower to read,
-    auto compresses only where reading becomes faster, fp8 halves blocks and is lossy. When the write budget of
-    *max_written_bytes_per_day* is short, a block is written only once it is used a second time. *endurance* is the
-    drive's TBW rating, for the metrics of drive life. With an encryption key (32 bytes as raw, hex or base64, in a file
-    or printed by a command), records are encrypted with AES-256-GCM; blocks stored under another key are misses.
+    Attributes:
+        path: Folder of the store; a leading `~` is expanded.
+        capacity: Maximum size of the folder in bytes.
+        codec: Compression of blocks. zstd makes blocks smaller but slower to read. auto compresses only where that
+            makes reading faster. fp8 halves blocks and is lossy.
+        read_timeout_s: Seconds after which a read counts as a miss.
+        durability: Crashes that stored blocks survive, see `Durability`.
+        checkpoint_s: Seconds between checkpoints with durability "interval".
+        max_written_bytes_per_day: Write budget. When it is short, a block is written only once it is used a second
+            time.
+        endurance: TBW rating of the drive in bytes, for the metrics of drive life.
+        encryption_key_file: File with a key of 32 bytes (raw, hex or base64). Blocks are encrypted with AES-256-GCM.
+            Blocks stored under another key are misses.
+        encryption_key_command: Command that prints the key, instead of a file.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
@@ -141,7 +154,7 @@ class DiskConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
-            raise ValueError("encryption_key_file and encryption_key_command: give one of them")
+            raise ValueError("encryption_key_file and encryption_key_command are both set; remove one of them")
         if self.endurance == 0:
             raise ValueError('endurance 0: give the drive\'s TBW rating, such as "600TB", or remove the key')
         if self.capacity == 0:
@@ -156,13 +169,18 @@ _OBJECTS = ("s3", "gs", "az", "file")
 class RemoteConfig(Table, frozen=True, kw_only=True):
     """`[remote]`: a store shared by several machines, below host memory and disk; without this table there is none.
 
-    *url* is one of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
-    `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`. Redis and Valkey:
-    *password_file* holds the password, *ca_file* the CA certificate that signed the server's. A record expires after
-    *ttl_s* seconds; with 0 it stays until the server evicts it. Object stores: *endpoint* and *region* are needed if
-    they are not the cloud's own. Credentials, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come
-    from the environment. A store that does not answer within *timeout_s* seconds is not used for a while. *codec* and
-    the encryption key are as in [disk]; all machines that share the store need the same key.
+    Credentials of object stores, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come from the
+    environment. *codec* and the encryption key are as in [disk]; all machines that share the store need the same key.
+
+    Attributes:
+        url: One of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
+            `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `file:///FOLDER`.
+        password_file: File with the password of a Redis or Valkey server.
+        ca_file: Certificate of the CA that signed the certificate of a Redis or Valkey server.
+        ttl_s: Seconds after which Redis or Valkey deletes a block. With 0 blocks stay until the server evicts them.
+        endpoint: Address of an object store, if it is not the cloud's default.
+        region: Region of an object store, if it is not the cloud's default.
+        timeout_s: Seconds to wait for an answer. A store that does not answer in time is not used for a while.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -184,7 +202,7 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
                 "s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER"
             )
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
-            raise ValueError("encryption_key_file and encryption_key_command: give one of them")
+            raise ValueError("encryption_key_file and encryption_key_command are both set; remove one of them")
         of_others = ("endpoint", "region") if self.is_redis else ("password_file", "ca_file")
         for name in of_others:
             if getattr(self, name) is not None:
@@ -205,8 +223,8 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 class TenantConfig(Table, frozen=True, kw_only=True):
     """`[tenants."SALT"]`: quotas in bytes, by tier, for requests with this cache_salt; None sets no limit.
 
-    A tenant over its quota loses its own blocks, the ends of prefixes first. Metrics show *name*, because the salt is
-    secret.
+    If a tenant exceeds its quota, its own blocks are evicted, the ends of prefixes first. Metrics show *name* instead
+    of the salt, because the salt is secret.
     """
 
     host: ByteSize | None = None
@@ -221,9 +239,10 @@ class LoraConfig(Table, frozen=True, kw_only=True):
 
 
 class NameConfig(Table, frozen=True, kw_only=True):
-    """`[names]`: how blocks are named. Changing *algorithm* or *seed* makes all stored blocks misses.
+    """`[names]`: how block names (hashes) are computed. Changing *algorithm* or *seed* makes all stored blocks misses.
 
-    By default *seed* is the algorithm's own. sha256_cbor with its default seed gives the same names as vLLM.
+    By default, *seed* is the default seed of the algorithm. sha256_cbor with its default seed gives the same names as
+    vLLM.
     """
 
     algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -240,16 +259,21 @@ class NameConfig(Table, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Table, frozen=True, kw_only=True):
-    """`[scheduler]`: a step computes at most *token_budget* tokens, and at most *prefill_chunk* tokens of one prompt.
+    """`[scheduler]`: limits on steps and requests, and how cached blocks are loaded.
 
-    At most *max_running* requests decode together and *max_waiting* wait in the queue; further requests are refused.
-    *load* decides how much of a hit in a lower tier is loaded. "cost" loads the part that is faster to load than to
-    compute, given the measured speeds of copies and prefill and the bytes queued to be copied. "split" also computes
-    the front of a hit while the rest is loaded, if that is faster by a tenth and no layer has a sliding window.
-    "always" loads the whole hit.
-    *by_layers*: if a prompt's prefix comes from host memory and nothing else runs, compute starts with the first layers
-    while the remaining layers are still being loaded. *look_ahead* is the fraction of host memory used to prefetch
-    blocks from disk for waiting requests; prefetched blocks stay there for at most *look_ahead_s* seconds.
+    Attributes:
+        token_budget: Maximum number of tokens that a step computes.
+        prefill_chunk: Maximum number of tokens of one prompt that a step computes.
+        max_running: Maximum number of requests that decode together.
+        max_waiting: Maximum number of requests in the queue. Further requests are refused.
+        load: How much of a hit in a lower tier is loaded. "always" loads the whole hit. "cost" loads the part that is
+            faster to load than to compute, given the measured speeds of copies and prefill and the bytes queued to be
+            copied. "split" is like "cost", but also computes the front of a hit while the rest is loaded, if that is
+            faster by a tenth and no layer has a sliding window.
+        by_layers: Whether computation starts with the first layers while later layers are still being loaded. This
+            happens if a prompt's prefix comes from host memory and nothing else runs.
+        look_ahead: Fraction of host memory used to prefetch blocks from disk for waiting requests.
+        look_ahead_s: Maximum number of seconds that prefetched blocks are kept for a waiting request.
     """
 
     token_budget: Count = 2048
@@ -275,11 +299,15 @@ BatchCount = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 class EventsConfig(Table, frozen=True, kw_only=True):
     """`[events]`: KV events for routers, in vLLM's format over ZMQ; without this table none are published.
 
-    *endpoint* is bound if it contains `*` or `::` or begins with ipc:// or inproc://; otherwise it is connected to.
-    *replay_endpoint* is always bound. `*` stands for the address *host*, by default loopback because events contain the
-    prompts' tokens. Port 0 picks a free port. At most *hwm* batches wait for one slow subscriber, and the newest
-    *buffer_steps* batches can be replayed. Hashes are the low 64 bits of block names, or the whole names if
-    *int_block_hashes* is false.
+    Attributes:
+        endpoint: ZMQ address of the events. The publisher binds it if it contains `*` or `::` or begins with ipc:// or
+            inproc://, and connects to it otherwise. Port 0 picks a free port.
+        replay_endpoint: ZMQ address at which subscribers request earlier batches. The publisher always binds it.
+        host: Address that `*` stands for. It is loopback by default, because events contain the prompts' tokens.
+        topic: ZMQ topic of the events.
+        buffer_steps: Number of newest batches that can be replayed.
+        hwm: Maximum number of batches that wait for one slow subscriber.
+        int_block_hashes: Whether hashes are the low 64 bits of block names. If false, they are the whole names.
     """
 
     endpoint: Endpoint = "tcp://*:5557"
@@ -294,15 +322,15 @@ class EventsConfig(Table, frozen=True, kw_only=True):
         for endpoint in (self.endpoint, self.replay_endpoint or ""):  # ZMQ would use such a port modulo 65536
             port = re.search(r"^tcp://.*:(\d+)$", endpoint)
             if port is not None and int(port[1]) > 65535:
-                raise ValueError(f"endpoint {endpoint} has no valid port; use 1 to 65535, or 0 for a free port")
+                raise ValueError(f"endpoint {endpoint} has no valid port; use 1 to 65535, or 0 for any free port")
 
 
 class DocumentsConfig(Table, frozen=True, kw_only=True):
-    """`[documents]`: the named documents that `kvtier serve` keeps warm, at most *max_per_tenant* for each tenant.
+    """`[documents]`: the named documents that `kvtier serve` keeps cached, at most *max_per_tenant* for each tenant.
 
-    Each document is a file in the folder *path*, by default `disk.path` with "-documents" appended. The files are
-    encrypted if [disk] has a key. Without *path* and [disk] (a sidecar's disk does not count), documents are lost when
-    the process ends.
+    Each document is saved as a file in the folder *path*, by default `disk.path` with "-documents" appended. The files
+    are encrypted if [disk] has a key. If neither *path* nor [disk] is set, documents are lost when the process ends,
+    even if a sidecar has a disk.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -316,22 +344,31 @@ class DocumentsConfig(Table, frozen=True, kw_only=True):
 class ServerConfig(Table, frozen=True, kw_only=True):
     """`[server]`: settings of `kvtier serve`; command-line options override them.
 
-    The model is served as *model_name*, by default its own name. *api_keys* is a file of keys and their tenants. With
-    *tenant_isolation* "strict" tenants share no cached blocks, and only *metrics_tenants* may read `/metrics`. With
-    "off" they share the blocks of requests without a cache_salt. *max_queued* completions may wait in addition to the
-    *scheduler.max_running* running ones; further ones get status 429. A body of more than *max_body* bytes gets 413, a
-    prompt of more than *max_prompt_tokens* tokens 400. *tokenizer_threads* is the number of tokenizer threads; one
-    tenant never occupies all of them.
-
-    Limits before a client is authenticated: the request line and headers have at most *max_header* bytes and arrive
-    within *header_timeout_s*, the body within *body_timeout_s*. At most *max_connections* connections are open, and
-    *max_connections_per_address* from one address; further ones are closed. On shutdown running requests may continue
-    for *drain_s* seconds.
-
-    Browser pages of *cors_origins*, such as `https://chat.example`, may send requests; `*` allows any page. Without
-    *api_keys*, *allowed_hosts* are accepted as `Host` headers in addition to IP addresses, loopback names and, if
-    *host* is not a loopback address, names that cannot exist in public DNS. `*.example` allows every name below
-    example, `*` any name. *tool_call_parser* is the tool call format; by default the chat template determines it.
+    Attributes:
+        host: Address to listen at.
+        port: TCP port to listen at.
+        model_name: Name under which the model is served, by default its own name.
+        api_keys: File of API keys and their tenants.
+        tenant_isolation: With "strict", tenants share no cached blocks, and only *metrics_tenants* may read `/metrics`.
+            With "off", they share the blocks of requests without a cache_salt.
+        metrics_tenants: Tenants that may read `/metrics` if *tenant_isolation* is "strict".
+        max_queued: Completions that may wait in addition to the *scheduler.max_running* running ones. Further ones get
+            status 429.
+        max_body: Maximum bytes of a request body. A larger one gets status 413.
+        max_prompt_tokens: Maximum tokens of a prompt. A longer one gets status 400.
+        tokenizer_threads: Number of tokenizer threads. One tenant never occupies all of them.
+        max_header: Maximum bytes of the request line and headers.
+        header_timeout_s: Seconds in which the request line and headers must arrive.
+        body_timeout_s: Seconds in which the request body must arrive.
+        max_connections: Maximum number of open connections. Further ones are closed.
+        max_connections_per_address: Maximum number of open connections from one address.
+        drain_s: Seconds for which running requests may continue on shutdown.
+        cors_origins: Origins of browser pages that may send requests, such as `https://chat.example`; `*` allows all.
+        allowed_hosts: Further names to accept in the `Host` header if there are no *api_keys*. `*.example` allows every
+            name below example, `*` any name. IP addresses and loopback names are always accepted. If *host* is not a
+            loopback address, so are names that cannot exist in public DNS.
+        log_format: Log lines for humans, or in JSON.
+        tool_call_parser: Tool call format. By default, the chat template determines it.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -364,9 +401,10 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 class OperatorsConfig(Table, frozen=True, kw_only=True):
     """`[operators]`: access to the operator routes (reset, evict, spill, pin, check, log); see `docs/operations.md`.
 
-    *tokens* is a file of operator tokens in the format of API keys. By default the environment variable
-    KVTIER_OPERATOR_TOKEN is the only token; without either the routes do not exist. Operator requests are logged, also
-    to the file *audit*. That file is rotated at *audit_bytes*, and five rotated files are kept.
+    *tokens* is a file of operator tokens in the same format as *server.api_keys*. By default, the environment variable
+    KVTIER_OPERATOR_TOKEN is the only token. Without any token, the routes do not exist. Operator requests are logged,
+    and also written to the file *audit* if it is set. That file is rotated at *audit_bytes* bytes, and five rotated
+    files are kept.
     """
 
     tokens: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -377,8 +415,8 @@ class OperatorsConfig(Table, frozen=True, kw_only=True):
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: the Prometheus metrics. The *top_tenants* largest tenants have their own labels; the rest share one.
 
-    *compat* lists the projects, vLLM and LMCache, under whose metric names the metrics are exported as well, for their
-    dashboards.
+    *compat* may list "vllm" and "lmcache". Metrics are then also exported under the names that the dashboards of these
+    projects expect.
     """
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
@@ -386,7 +424,7 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
 
 
 class FileTable(Table, frozen=True, kw_only=True):
-    """A table with the path of a file; a leading `~` is expanded."""
+    """A TOML table with the path of a file. A leading `~` in *path* is expanded."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
@@ -396,10 +434,10 @@ class FileTable(Table, frozen=True, kw_only=True):
 
 
 class TracingConfig(Table, frozen=True, kw_only=True):
-    """`[tracing]`: request spans for the OpenTelemetry collector at *endpoint* (OTLP over HTTP); by default none.
+    """`[tracing]`: request spans, sent to the OpenTelemetry collector at *endpoint* (OTLP over HTTP), if it is set.
 
-    A request is traced if its `traceparent` is sampled. Of the requests without a `traceparent`, the fraction *sample*
-    is traced.
+    A request is traced if its `traceparent` header says that it is sampled. Of the requests without this header, the
+    fraction *sample* is traced.
     """
 
     endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.", examples=["http://127.0.0.1:4318"])] | None = None
@@ -409,7 +447,8 @@ class TracingConfig(Table, frozen=True, kw_only=True):
 class RequestLogConfig(FileTable, frozen=True, kw_only=True):
     """`[request_log]`: a JSON line per request, without its text, in the file *path*; by default there is no log.
 
-    At *size* bytes the file is rotated to the suffix .1; *files* files are kept in all.
+    When the file reaches *size* bytes, it is renamed to end in .1, and a new file is begun. *files* files are kept in
+    all.
     """
 
     size: ByteSize = parse_bytes("64MiB")
@@ -433,10 +472,11 @@ _MAX_SOCKET_BYTES = 107  # limit of Linux on the path of a Unix socket
 
 
 class Config(Table, frozen=True, kw_only=True):
-    """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port.
+    """The whole configuration of an engine. A tier that is None does not exist.
 
-    *sidecar* is the socket of a `kvtier sidecar`, such as "unix:///run/kvtier.sock". The engine then uses the sidecar's
-    host memory and disk, and [host], [disk] and the quotas of [tenants] belong in the sidecar's configuration.
+    If *metrics_port* is None, metrics have no port of their own; 0 picks a free port. *sidecar* is the socket of a
+    `kvtier sidecar`, such as "unix:///run/kvtier.sock". The engine then uses the sidecar's host memory and disk, and
+    [host], [disk] and the quotas of [tenants] belong in the sidecar's configuration.
     """
 
     model: ModelConfig = ModelConfig()
@@ -461,7 +501,7 @@ class Config(Table, frozen=True, kw_only=True):
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        # A capacity of 0 stands for no host tier, because TOML has no null.
+        # In TOML, a capacity of 0 means that there is no host tier, because TOML has no null.
         is_none = self.host is not None and self.host.capacity == 0
         if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):
             msgspec.structs.force_setattr(self, "host", None)
@@ -526,12 +566,12 @@ def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:
 
 
 def load_config(source: str | Path) -> Config:
-    """Return the `Config` of the TOML file *source*, or of the one shipped in `kvtier.configs` under this name."""
+    """Return the `Config` of the TOML file *source*, or of the configuration shipped under this name."""
     return config_from_dict(load_toml(source), str(source))
 
 
 def load_toml(source: str | Path) -> dict[str, object]:
-    """Return the tables of the TOML file *source*, or of the configuration shipped under this name.
+    """Return the tables of the TOML file *source*, or of the configuration shipped in `kvtier.configs` under this name.
 
     Raises:
         ConfigError: If there is no such file, or it is not valid TOML.
@@ -552,7 +592,7 @@ def load_toml(source: str | Path) -> dict[str, object]:
 
 
 def merge_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the tables of *data* with the keys of *given* replacing their own."""
+    """Return the tables of *data*, updated with the keys of the tables in *given*."""
     whole = dict(data)
     for table, values in given.items():
         found = whole.get(table)
@@ -569,7 +609,7 @@ def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -
     """Convert TOML-like *data* to a checked configuration of type *kind*.
 
     Raises:
-        ConfigError: If *data* is invalid. The message begins with *source*, the name of the file, for example.
+        ConfigError: If *data* is invalid. The message begins with *source*, for example the name of the file.
     """
     try:
         return msgspec.convert(dict(data), kind, dec_hook=lambda _, size: parse_bytes(size))
@@ -600,7 +640,7 @@ def _whole(path: str) -> str:
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
-    """Return the allowed choices of each value in a tree of type *kind* that is at *path*, by the value's path.
+    """Return the allowed choices of each value in a configuration of type *kind* at *path*, by the value's path.
 
     The choices are the keys of a table, the values of a Literal, or the examples of a string with a pattern.
     """

@@ -66,7 +66,7 @@ NO_PROGRESS_S = 0.1  # if nothing was copied down for this long, the tiers below
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A snapshot of the engine's counts and state, which other threads may read and keep."""
+    """A snapshot of an engine's counters and state. It never changes, so any thread may read and keep it."""
 
     cache: CacheStatistics
     tokens: TokenBalance  # of all admitted prompts
@@ -86,7 +86,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The connected parts of an `EngineCore`."""
+    """The parts of an `EngineCore`. `build_core` creates them and connects them to each other."""
 
     runner: ModelRunner
     memories: Sequence[BlockMemory]  # one for each attention group
@@ -107,14 +107,14 @@ class Parts:
 
 
 class EngineCore:
-    """An engine: add requests, call `step` until `has_work` is False, then read the requests.
+    """An inference engine with a tiered KV cache. Create it with `build_core`; only one thread may use it.
 
-    Closing it flushes all cached blocks to the disk tier or the sidecar, so that the next start is warm. Create it with
-    `build_core`. One thread owns it.
+    Call `add` for each request, then `step` until `has_work` is False. The results are in the requests. `close` flushes
+    all cached blocks to the disk tier or the sidecar, so that the next engine finds them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
-        """Take ownership of the *parts* that `build_core` connected; `close` closes them."""
+        """Take ownership of *parts*, which `close` closes."""
         self.tokenizer = tokenizer
         self.config = config
         self.cache = parts.cache
@@ -187,11 +187,11 @@ class EngineCore:
     ) -> Request:
         """Queue a prompt and return its request.
 
-        *grammar* is the compiled `sampling.structured_outputs`; by default it is compiled here.
+        *grammar* is the compiled form of `sampling.structured_outputs`. If it is None, this method compiles it.
 
         Raises:
-            ValueError: If the prompt is empty, has token ids outside the vocabulary or is longer than the model or the
-                device can hold, if the adapter is not loaded, or if the queue is full.
+            ValueError: If the prompt is empty, has token ids outside the vocabulary or is too long for the model or the
+                device. Also if the adapter is not loaded or the queue is full.
             InvalidParameter: If *sampling* names tokens outside the vocabulary, or its grammar cannot be compiled.
             ChangedModel: If the model was changed since it was loaded.
         """
@@ -205,7 +205,7 @@ class EngineCore:
                 "logit_bias", f"has token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}"
             )
         if extra.lora is not None and extra.lora not in self.runner.adapters:
-            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
+            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; get the key from EngineCore.lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
@@ -231,9 +231,9 @@ class EngineCore:
         raise ValueError(f"lora {name}: no such adapter; loaded: {there}; add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
-        """Return how many of a prompt's tokens are in each tier, or "nowhere" if they would be computed.
+        """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that are not cached.
 
-        If attention groups have a token in different tiers, the token counts for the coldest of these tiers.
+        If the KV of a token is in different tiers for different layers, the token counts for the slowest of them.
         """
         self._check_open()
         block_size = self.config.device.block_size
@@ -246,9 +246,9 @@ class EngineCore:
     def explain_prompt(
         self, chain: BlockChain, tenant: str | None = None, same_messages: Sequence[str] = ()
     ) -> Evidence:
-        """Return the evidence from which to explain the hit that the prompt in *chain* would have now.
+        """Return the data from which `Explainer` explains which blocks of a prompt would hit the cache now.
 
-        Change nothing. See `Explainer`.
+        *chain* holds the names of the prompt's blocks. The cache is not changed.
         """
         num_tokens = len(chain.token_ids)
         hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.lookups.where(chain)
@@ -260,7 +260,7 @@ class EngineCore:
         return self.explainer.evidence_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        """Return the chain that names a prompt's blocks. Any thread may call this."""
+        """Return the names of a prompt's blocks, as a `BlockChain`. Any thread may call this."""
         names = self.config.names
         algorithm = HashAlgorithm(names.algorithm)
         chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
@@ -268,13 +268,14 @@ class EngineCore:
         return chain
 
     def reset(self) -> bool:
-        """Evict all blocks from device, host memory and disk, or from device and sidecar.
+        """Evict all blocks from device, host memory and disk or, with a sidecar, from device and sidecar.
 
-        Wait for in-flight copies first. A remote tier keeps its blocks, because other machines share them, so prompts
-        may still hit them.
+        Wait up to `RESET_WAIT_S` for in-flight copies first. A remote tier keeps its blocks, because other machines
+        share them, so later prompts may still hit them.
 
         Returns:
-            True if the blocks were evicted; False if requests hold blocks, or if copies hang.
+            True if the blocks were evicted. False, with nothing evicted, if requests use blocks, if copies do not
+            finish in time, or if the disk store fails.
         """
         self._check_open()
         if self.scheduler.running or self.scheduler.promoting:
@@ -292,7 +293,7 @@ class EngineCore:
         return True
 
     def abort(self, request: Request) -> None:
-        """Abort a request and release all of its leases."""
+        """Abort a request and release its blocks, unless it has finished."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
             self._accounts.on_ended(request)
@@ -303,12 +304,13 @@ class EngineCore:
             self.scheduler.set_priority(request, priority)
 
     def step(self) -> list[Request]:
-        """Compute one batch, and return the requests that got a token, with their `new_text`.
+        """Compute one batch, and return the requests that got a token or ended.
 
-        If every request is waiting for copies or slots, wait a moment and return.
+        The text of the new token is in the request's `new_text`. If every request is waiting for copies or for free
+        slots, wait briefly and return an empty list.
 
         Raises:
-            CopyHangs: If no step could compute anything for more than a minute, longer than any deadline.
+            CopyHangs: If no step could compute anything for over a minute, because copies hang and hold the slots.
             ChangedModel: If the model was changed since it was loaded.
         """
         self._check_open()
@@ -333,7 +335,7 @@ class EngineCore:
         return advanced
 
     def idle(self) -> None:
-        """Do the work that is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
+        """Do background work while no request runs: copy cold blocks to lower tiers, end expired pins, and so on."""
         self._check_open()
         self.cache.wait(0.0)
         self._spill()
@@ -343,19 +345,19 @@ class EngineCore:
         self._take_snapshot()
 
     def check_model_unchanged(self) -> None:
-        """Compare samples of the model's weights with those taken at load, which takes 2 ms.
+        """Compare samples of the model's weights with samples taken at load. This takes 2 ms.
 
-        If the samples differ, no request runs any more. Steps and new requests compare them once per second. A caller
-        whose code may have changed the model in between calls this too.
+        If they differ, the engine runs no more requests. `add` and `step` call this at most once per second. Call it
+        yourself where your own code may just have changed the model.
         """
         self._looked_at = time.monotonic()
         self.runner.check_unchanged()
 
     def catch_up(self) -> None:
-        """Process the messages that a sidecar sent since the last step. Without a sidecar, do nothing.
+        """Process the messages that the sidecar has sent since the last step. Without a sidecar, do nothing.
 
-        A sidecar disconnects an engine that reads no messages for long. In this case, wait up to `CATCH_UP_S` for the
-        engine to attach again.
+        A sidecar disconnects an engine that has not read its messages for long. If this has happened, wait up to
+        `CATCH_UP_S` until the engine is attached again.
         """
         if (sidecar := self._sidecar) is None or not sidecar.is_attached:
             return
@@ -369,9 +371,10 @@ class EngineCore:
                 time.sleep(STALLED_WAIT_S)
 
     def share(self) -> None:
-        """Copy computed blocks to the sidecar, for other engines, for at most a second. Without a sidecar, do nothing.
+        """Copy computed blocks to the sidecar for at most a second, so that other engines can use them.
 
-        `step` and `idle` copy blocks, too. So only a caller that may not call them again soon needs this.
+        `step` and `idle` copy blocks too, so this is only needed before a pause in which neither is called. Without a
+        sidecar, do nothing.
         """
         if (sidecar := self._sidecar) is None:
             return
@@ -423,7 +426,7 @@ class EngineCore:
             if self.runner.check_unchanged():
                 self._flush(progress)
             else:
-                log.warning("the model was changed while the engine was open; blocks not copied down yet are dropped")
+                log.warning("the model was changed while the engine was open; blocks not flushed before are dropped")
             self._publish_events()
 
     def _check_open(self) -> None:
@@ -431,7 +434,7 @@ class EngineCore:
             raise RuntimeError("the engine has been closed; create a new one")
 
     def _spill(self) -> None:
-        """Copy cold blocks down, unless the model was changed: the changed model may have computed them."""
+        """Copy cold blocks to lower tiers. Do nothing if the model was changed, because it may have computed them."""
         if not self.runner.was_changed:
             self.cache.spill()
 
@@ -450,7 +453,7 @@ class EngineCore:
         is_closed = False
         try:
             if self._store is not None:
-                self._store.stop_opening()  # a lane may be waiting for the store to open
+                self._store.stop_opening()  # an I/O thread may be waiting for the store to open
             is_closed = self.cache.close()
             if not is_closed and self._store is not None:
                 self._store.kill()  # a copy hangs, probably in the store's process
@@ -464,7 +467,8 @@ class EngineCore:
                 self._sidecar.close() if is_closed else self._sidecar.close_while_copying()
         if not is_closed:
             log.warning(
-                "a copy hangs, so its memory is not freed; the next start finds the blocks that were written so far"
+                "closing: a copy between tiers does not end, so its memory is not freed; "
+                "blocks that were already written are found at the next start"
             )
         elif self._store is not None:
             self._store.close()
@@ -495,8 +499,8 @@ class EngineCore:
         limit, wanted = self.runner.max_tokens, len(ids) + sampling.max_tokens
         if limit is not None and wanted > limit:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and {sampling.max_tokens} are to be generated; the model's limit is "
-                f"{limit} in all; shorten the prompt or lower max_tokens"
+                f"the prompt has {len(ids)} tokens and max_tokens is {sampling.max_tokens}; their sum exceeds the "
+                f"model's limit of {limit}; shorten the prompt or lower max_tokens"
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
@@ -535,7 +539,7 @@ class EngineCore:
             self._accounts.on_token(request.timeline)
 
     def _end_if_done(self, request: Request) -> None:
-        """Retire a request that has its last token or generates none."""
+        """Remove the request from the scheduler if its last token is computed, or if it generates none."""
         if not request.sampling.max_tokens:
             request.finish(FinishReason.LENGTH)
         if request.finish_reason is not None:
@@ -589,12 +593,11 @@ class EngineCore:
 
 
 def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
-    """Return the tiers of a hit's blocks. Blocks that no group needs have no tier, and count as on the device."""
+    """Return the tier of each block of a hit. A block that no attention group needs counts as on the device."""
     return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 
 def _chunk(work: Work) -> Chunk:
-    """Return the next tokens of a request as the chunk that the runner computes."""
     request, start = work.request, work.request.num_computed
     end, scored = start + work.num_tokens, work.scored
     num_logits = end - scored.start if scored else 1
@@ -602,7 +605,9 @@ def _chunk(work: Work) -> Chunk:
 
 
 def _score(work: Sequence[Work], logits: Sequence[torch.Tensor], lost: Sequence[Request]) -> torch.Tensor:
-    """Record prompt log-probabilities from each work item's *logits* `[tokens, vocab]`, except for *lost* requests.
+    """Record the log probabilities of prompt tokens, given the *logits* `[tokens, vocab]` of each work item.
+
+    Leave out *lost* requests, whose cached prefix could not be loaded.
 
     Returns:
         The last row of each item's logits, `[items, vocab]`.

@@ -1,4 +1,4 @@
-"""EngineThread: a thread that loads, steps and closes an engine, and that no cancelled caller interrupts."""
+"""EngineThread: the thread that loads, steps and closes an engine. A caller that is cancelled does not stop it."""
 
 import logging
 import os
@@ -27,14 +27,14 @@ _T = TypeVar("_T")
 
 
 def promise() -> "Future[Any]":
-    """Return a future that a waiting task cannot cancel, so that only its creator settles it."""
+    """Return a future that its waiters cannot cancel. Only its creator sets its result."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
-    """Settle *future* with the error, in a form that is safe to raise in a coroutine."""
+    """Set the future's exception. An error that would disturb a coroutine is replaced by a RuntimeError."""
     future.set_exception(coroutine_safe(error))
 
 
@@ -45,24 +45,25 @@ class _Command:
 
 
 class Attendant(Protocol):
-    """An object that the engine's thread calls between steps; no other thread touches it."""
+    """A task that the engine's thread runs between steps. Only this thread calls its methods."""
 
     def tick(self) -> None:
         """Do some of the work that is due. Called after every step, and about every 0.1 s while the engine is idle."""
 
     def end(self) -> None:
-        """Release everything that this attendant holds of the engine, such as pins. This is the last call."""
+        """Release everything that the task holds in the engine, such as pins. Called once, at the end."""
 
 
 class EngineThread:
     """A daemon thread that loads an engine, steps it, runs commands between the steps, and finally closes it.
 
-    It settles three futures, in this order, even after an error: *loaded* (with the engine), *served* (no more commands
-    run) and *closed*. *served* carries the error of a failed engine, *closed* an error of closing. Every command that
-    `put` accepts is either run or refused. Any thread may call all methods but `add_attendant` and `remove_attendant`.
+    The thread completes three futures in this order, even after an error. `loaded` gets the engine, or the error of
+    loading. `served` is done when no more commands run, and gets the error of an engine that failed. `closed` gets an
+    error of closing. Each command that is passed to `put` either runs or is refused. Any thread may call all methods
+    except `add_attendant` and `remove_attendant`.
 
-    It is not a ThreadPoolExecutor, because Python joins those threads at exit, so that a program that forgot to close
-    the engine would never end.
+    ThreadPoolExecutor is not used, because Python waits for its threads at exit. A program that forgot to close the
+    engine would then never end.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class EngineThread:
         on_advanced: Callable[[Request], None],
         on_ended: Callable[[str], None],
     ) -> None:
-        """Create the thread; `start` starts it. The thread itself calls all three callbacks.
+        """Create the thread without starting it. All three callbacks run in the thread.
 
         Args:
             load: Loads the engine.
             on_advanced: Called with each request that got a token in a step.
-            on_ended: Called after the last step, with the reason why no more steps follow.
+            on_ended: Called with the reason when no more steps follow, also if loading has failed.
         """
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
@@ -95,25 +96,25 @@ class EngineThread:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the thread was started, so that only the parent has the thread."""
+        """Whether this process was forked from the one that started the thread, and so does not have the thread."""
         return self._pid is not None and os.getpid() != self._pid
 
     @property
     def has_begun(self) -> bool:
-        """Whether the thread was started. If so, all three futures will be settled."""
+        """Whether the thread was started. If so, all three futures will be completed."""
         return self._has_begun
 
     def start(self) -> None:
         """Start the thread, which loads the engine. Raise RuntimeError if it was started or ended before."""
         with self._lock:
             if self._has_begun or self._is_ending:
-                raise RuntimeError("AsyncLLM: has been started or closed before; create a new one")
+                raise RuntimeError("this AsyncLLM was already started or closed; create a new one")
             self._has_begun = True
         self._pid = os.getpid()
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
-        """Schedule *do* to run in the thread between two steps. If the engine ends first, *refuse* gets the reason."""
+        """Run *do* in the thread, between two steps. If the engine ends first, call *refuse* with the reason."""
         with self._lock:
             why = self._why_over
             if why is None:
@@ -122,19 +123,19 @@ class EngineThread:
             refuse(why)
 
     def add_attendant(self, attendant: Attendant) -> None:
-        """Call the attendant between steps from now on. Only the thread itself may call this."""
+        """Start to call the attendant between steps. Only the engine's thread may call this."""
         self._attendants.append(attendant)
 
     def remove_attendant(self, attendant: Attendant) -> None:
-        """End the attendant and call it no more. Only the thread itself may call this."""
+        """Stop calling the attendant, and call its `end`. Only the engine's thread may call this."""
         self._attendants.remove(attendant)
         attendant.end()
 
     def end(self, progress: Progress | None = None) -> None:
-        """Make the thread close the engine once it has loaded and has run the commands put so far. Return at once.
+        """Tell the thread to close the engine, after loading it and running the queued commands. Return at once.
 
-        While it closes, the thread calls *progress* with the number of blocks left to write. A later call only replaces
-        *progress*.
+        While the engine closes, the thread calls *progress* with the number of blocks left to write. A later call of
+        `end` only replaces *progress*.
         """
         with self._lock:
             if progress is not None:
@@ -144,7 +145,7 @@ class EngineThread:
                 self._commands.put(None)
 
     def end_at_exit(self) -> None:
-        """End the thread; wait at most `LOADING_EXIT_WAIT_S` for it to load, then `EXIT_WAIT_S` for it to close."""
+        """End the thread. Wait up to `LOADING_EXIT_WAIT_S` for it to load, then up to `EXIT_WAIT_S` for it to close."""
         if self.is_forked:
             return
         self.end()
@@ -162,7 +163,7 @@ class EngineThread:
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        with Garbage() as garbage:  # entered before *loaded* is settled, because this stops all threads for a moment
+        with Garbage() as garbage:  # entered before *loaded* is completed, because this stops all threads briefly
             self.loaded.set_result(engine)
             try:
                 self._serve(engine.core, garbage)
@@ -194,7 +195,7 @@ class EngineThread:
                 attendant.tick()
 
     def _carry_out(self, core: EngineCore) -> bool:
-        """Run the commands put so far; while idle, wait a moment for one. Return False if the thread should end."""
+        """Run the queued commands; an idle engine waits briefly for one. Return False if the thread should end."""
         waits = not core.has_work
         while True:
             try:

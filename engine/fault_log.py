@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """A log of what changes from one snapshot of store, disk, tiers, sidecar and remote store to the next.
+    """A log of faults of the tiers, such as a full disk or a lost sidecar, and of their recovery.
 
-    It logs at most one line per topic in `QUIET_S` seconds. The next line counts the events in between. Owned by the
-    thread that owns the tiers: the engine's or the sidecar's.
+    `look` logs what has changed since its last call. It logs at most one line per topic in `QUIET_S` seconds, and the
+    next line counts the events in between. Only the thread that owns the tiers may use this object.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -41,9 +41,9 @@ class FaultLog:
         sidecar: SidecarStanding | None = None,
         remote: RemoteStatistics | None = None,
     ) -> None:
-        """Log what has changed since earlier calls. An argument is None without the tier that it describes.
+        """Log the faults and recoveries since earlier calls. An argument is None if its tier is not configured.
 
-        *standing* is the state of the disk tier's store, *disk* are the disk tier's statistics.
+        *standing* says whether the disk tier's store is open. *disk* has the disk tier's statistics.
         """
         if sidecar is not None:
             self._look_at_sidecar(sidecar)
@@ -79,7 +79,7 @@ class FaultLog:
 
     def _look_at_sidecar(self, sidecar: SidecarStanding) -> None:
         state = (sidecar.is_attached, sidecar.num_attached)
-        if "sidecar" not in self._told:  # the start logs the first attachment
+        if "sidecar" not in self._told:  # the first attachment is logged at the start
             self._told["sidecar"] = state
         for told in self._take_change("sidecar", state, state):
             was_attached, num_attached = told
@@ -103,7 +103,7 @@ class FaultLog:
                 log.warning("disk: %s works again", doing)
 
     def _look_at_remote(self, remote: RemoteStatistics) -> None:
-        """Log one line for reading and writing together: if the store is unreachable, neither works."""
+        """Log faults of the remote store, reads and writes in one line, because both fail if it is unreachable."""
         failing = [side for side, state in remote.breakers.items() if state is not BreakerState.CLOSED]
         for were_failing in self._take_change("remote", bool(failing), False):
             if failing:
@@ -121,7 +121,10 @@ class FaultLog:
             log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """If the state of topic *thing* changed and a line is due, record it and yield the state at the last line."""
+        """Yield the last logged state of *thing*, if its state has changed and another line is allowed now.
+
+        Record the new state. *at_first* is the state before the first line.
+        """
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()
         if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:
@@ -135,7 +138,7 @@ def flush_fault(
     timeout_s: float,
     sidecar: SidecarStanding | None = None,
 ) -> str:
-    """Return the known reason why not all blocks reached the disk or the *sidecar*."""
+    """Return why not all blocks could be flushed to the disk or the sidecar, as far as this is known."""
     if sidecar is not None and not sidecar.is_attached:
         return f"{sidecar.path} has gone or does not answer"
     if sidecar is not None:

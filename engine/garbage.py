@@ -1,4 +1,4 @@
-"""Garbage: schedules full garbage collections, which stop every thread, for when the engine is idle."""
+"""Garbage: delays Python's full garbage collections, which stop all threads, until the engine is idle."""
 
 import gc
 import logging
@@ -16,14 +16,14 @@ TOO_MANY = 2000  # then a busy engine runs one between two steps, because it mus
 
 
 class Garbage:
-    """A context manager for the serving thread, in which full collections run only while the engine is idle.
+    """A context manager for the engine's thread, in which full collections run only while the engine is idle.
 
-    A full collection visits all objects, which takes 0.2 s with torch and transformers alone. It skips objects that are
-    older than this context (`gc.freeze`). The younger generations are collected as usual. A full collection runs
-    between steps only after 14 million new objects without an idle moment.
+    A full collection of all objects takes 0.2 s with torch and transformers alone, so objects that exist at the start
+    of the context are left out (`gc.freeze`). The younger generations are collected as usual. An engine that is never
+    idle runs a full collection between two steps after 14 million new objects.
 
-    The collector belongs to the process, so the last of several engines to end restores the settings that the first
-    one found. A disabled collector stays disabled.
+    All engines of a process share its collector. When the last one ends, the original settings are restored. A disabled
+    collector stays disabled.
     """
 
     _lock = threading.Lock()
@@ -58,7 +58,7 @@ class Garbage:
             gc.collect()
 
     def on_step(self) -> None:
-        """Run a full collection if the engine has not been idle for very long. Call this after each step."""
+        """Run a full collection if too much garbage has gathered since the last one. Call this after each step."""
         if gc.isenabled() and gc.get_count()[2] >= TOO_MANY:
             started = time.perf_counter()
             gc.collect()

@@ -81,7 +81,10 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventEncoder:
-    """An encoder of event batches as vLLM's `KVEventBatch` in msgpack. An event's group id is an index of *groups*."""
+    """An encoder of KV events as vLLM's `KVEventBatch` in msgpack.
+
+    *groups* are the model's attention groups, in the order of the group ids in events.
+    """
 
     def __init__(self, groups: Sequence[AttentionGroup], int_block_hashes: bool = True) -> None:
         self._groups = groups
@@ -89,7 +92,7 @@ class EventEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, timestamp: float, events: Sequence[Event]) -> bytes:
-        """Return the payload of one message. *timestamp* is in seconds since the epoch."""
+        """Encode a batch of events as the payload of one message. *timestamp* is in seconds since the epoch."""
         return self._encoder.encode(_Batch(timestamp, [self._event(event) for event in events], RANK))
 
     def _event(self, event: Event) -> _Event:
@@ -122,7 +125,7 @@ class EventEncoder:
         return [self._hash(name) for name in names]
 
     def _hash(self, name: BlockName) -> Hash:
-        """Return the name, or its low 64 bits as an unsigned integer."""
+        """Return the block's name or, if integer hashes are configured, the low 64 bits of the name."""
         return int.from_bytes(name[-8:], "big") if self._int_block_hashes else name
 
 
@@ -141,7 +144,10 @@ def _kind(group: AttentionGroup) -> str:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
-    """Return each block's extra keys, without tags and without a LoRA's path; None for a block without extra keys."""
+    """Return the extra keys of each block as vLLM sends them; None for a block without extra keys.
+
+    vLLM's keys include neither their kind nor the path of a LoRA.
+    """
     starts = (event.first_token + i * event.block_size for i in range(len(event.names)))
     keys_of_blocks = (event.extra.keys_of_block(start, start + event.block_size) for start in starts)
     return [None if keys is None else tuple(map(_untagged, keys)) for keys in keys_of_blocks]
@@ -200,15 +206,14 @@ class _Sockets:
 
 
 class ZmqPublisher:
-    """A publisher that sends event batches to all subscribers, and replays the newest batches on request.
+    """A publisher that sends batches of KV events to all subscribers, and sends recent batches again on request.
 
-    Batches are numbered from 0 in the order of publication. If the queue is full a batch is dropped and counted, and
-    the gap in the numbers shows subscribers their loss. The engine's thread calls `publish`, which never blocks. The
-    publisher's own thread owns the sockets and sends.
+    Batches are numbered from 0. If the queue is full, a batch is dropped and its number is missing, so subscribers
+    notice the loss. The engine's thread calls `publish`, which never blocks. A separate thread sends the batches.
 
-    Messages are (topic, number as 8 bytes big-endian, payload). A subscriber sends (b"", number) to the replay socket.
-    The replies are (b"", topic, number, payload) for every buffered batch from this number on, then
-    (b"", b"", -1, b"").
+    A message is (topic, number, payload), with the number as 8 bytes big-endian. To request earlier batches, a
+    subscriber sends (b"", number) to the replay socket. It gets (b"", topic, number, payload) for each buffered batch
+    from this number on. The last reply is (b"", b"", -1, b"").
 
     Raises:
         MissingExtra: If pyzmq is not installed.
@@ -254,7 +259,7 @@ class ZmqPublisher:
                 log.warning("events: %d batches wait; batch %d is dropped; raise events.hwm", self._queue.maxsize, seq)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send the queued batches for at most *timeout_s*, then end the thread. Idempotent."""
+        """Send the queued batches for at most *timeout_s*, then end the thread. May be called repeatedly."""
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + timeout_s
         self._thread.join(timeout_s + 2 * LINGER_S)
@@ -302,7 +307,10 @@ class ZmqPublisher:
 
     def _answer(self, replay: "zmq.Socket[bytes]", request: list[bytes]) -> None:
         if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
-            log.warning("events: a replay request had %d frames; send an empty frame and 8 bytes", len(request) - 1)
+            log.warning(
+                "events: ignored a replay request of %d frames; send an empty frame, then a batch's number as 8 bytes",
+                len(request) - 1,
+            )
             return
         client, _, start = request
         for seq, payload in self._buffer:
@@ -314,7 +322,7 @@ class ZmqPublisher:
 def _open(
     undo: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, config: EventsConfig, endpoint: str, hwm: int
 ) -> "zmq.Socket[bytes]":
-    """Open a socket at *endpoint*, to be closed by *undo*. A ROUTER always binds."""
+    """Open a socket of this *kind* at *endpoint*; *undo* closes it. A ROUTER socket binds, whatever the endpoint."""
     import zmq
 
     address = endpoint.replace("://*:", f"://{config.host}:")

@@ -36,7 +36,7 @@ MIN_PROMPTS_FOR_PROGRESS = 4  # from this number of prompts on, `generate` shows
 
 
 class LLM:
-    """A model with tiered KV offload.
+    """A model that completes prompts, with its KV cache in several tiers: device, host memory, disk and others.
 
     Use it as a context manager or call `close`. Closing, also at exit, flushes cached blocks to the disk tier, so that
     the next start is warm. Calls from several threads run one after the other; `AsyncLLM` batches them. Every call
@@ -83,8 +83,8 @@ class LLM:
         *sampling* defaults to `default_sampling`. *lora* is the name of an adapter of the configuration. Prompts share
         cached blocks only with prompts of the same adapter, *cache_salt* and *extra* keys. With
         *skip_reading_prefix_cache* all tokens are computed. *max_load_tokens* limits the tokens that each prompt loads
-        from tiers below the device. *progress* shows a progress bar; by default it is shown on a terminal, for at least
-        `MIN_PROMPTS_FOR_PROGRESS` prompts.
+        from slower tiers than the device. *progress* shows a progress bar. By default a bar is shown on a terminal, for
+        at least `MIN_PROMPTS_FOR_PROGRESS` prompts.
 
         Raises:
             ValueError: If a prompt cannot fit the device pool, or the adapter is not loaded.
@@ -129,8 +129,8 @@ class LLM:
     def default_sampling(self) -> SamplingParams:
         """Return the sampling parameters of the model's `generation_config`.
 
-        Parameters that the model does not set have the values of greedy sampling of 16 tokens. With
-        `model.generation_config = "none"` in the configuration, all parameters have these values.
+        Parameters that the model does not set get kvtier's defaults: greedy sampling of 16 tokens. With
+        `model.generation_config = "none"` in the configuration, all parameters get these defaults.
         """
         return self.core.sampling_defaults.over(GREEDY)
 
@@ -142,7 +142,7 @@ class LLM:
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> dict[str, int]:
-        """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that would be computed."""
+        """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that are not cached."""
         with self._calls:
             token_ids = encode(self.core.tokenizer, prompt)
             return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
@@ -153,13 +153,14 @@ class LLM:
         A remote tier keeps its blocks, so later prompts may still hit them.
 
         Returns:
-            True if the blocks were evicted; False, with nothing evicted, if copies hang.
+            True if the blocks were evicted. False, with nothing evicted, if copies between tiers do not finish in time
+            or the disk store fails.
         """
         with self._calls:
             return self.core.reset()
 
     def statistics(self) -> EngineStatistics:
-        """Return a new snapshot of all counters, by value."""
+        """Return a snapshot of all counters and states, which later calls do not change."""
         with self._calls:
             self.core.idle()
             return self.core.statistics
@@ -202,7 +203,7 @@ def load_model(
     """
     if not isinstance(model, str | Path | PreTrainedModel):
         kind = type(model).__name__
-        raise ValueError(f"model: {kind} is not a transformers model; pass one, and configure adapters in [lora]")
+        raise ValueError(f"model: {kind} is not a transformers model; pass one, and list LoRA adapters in [lora]")
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or pass the model as a path")
@@ -235,7 +236,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list of prompts, each a text or token ids (a list or an array)."""
+    """Return *prompts* as a list. One prompt, a text or a sequence of token ids, becomes a list of one."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]  # a sequence that starts with a number is one prompt's tokens
     return list(prompts)  # any other sequence holds prompts
@@ -251,7 +252,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
 
 
 def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
-    """Return *extra* with *cache_salt* and the key of adapter *lora* added, unless these are None.
+    """Return *extra* with the cache salt and the key of the adapter called *lora* added, each if it is not None.
 
     Raises:
         ValueError: If the adapter is not loaded.

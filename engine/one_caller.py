@@ -1,4 +1,4 @@
-"""OneCaller: serializes the calls on an object, in the process that created it, until it is closed."""
+"""OneCaller: a lock around all calls of an object, which also rejects calls after closing and in a forked process."""
 
 import os
 import threading
@@ -7,17 +7,17 @@ from types import TracebackType
 
 
 class OneCaller:
-    """A guard for an object that threads share: enter it as a context manager around each call.
+    """A lock for an object that several threads share: enter it as a context manager around each call.
 
     Concurrent calls wait for each other. Entering raises RuntimeError in three cases:
 
-    - The guard is closed.
-    - The process was forked after the guard was created.
+    - The object was closed.
+    - The process was forked after the object was created.
     - The same thread is already within a call, for example because a signal handler makes another call.
     """
 
     def __init__(self, name: str) -> None:
-        """Create the guard of an object. Error messages begin with *name*."""
+        """Create the lock of an object. Error messages begin with the object's *name*."""
         self._name = name
         self._pid = os.getpid()
         self._turn = threading.Lock()
@@ -26,20 +26,20 @@ class OneCaller:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the object was created, so that only the parent has its threads."""
+        """Whether this process was forked after the object was created, so that it lacks the object's threads."""
         return os.getpid() != self._pid
 
     @property
     def is_over(self) -> bool:
-        """Whether calls are no longer possible, so that `check` raises."""
+        """Whether `check` raises, because the object is closed or this process was forked."""
         return self.is_forked or self._is_closed
 
     def check(self) -> None:
         """Raise RuntimeError if the object is closed or belongs to another process. Never block."""
         if self.is_forked:
             raise RuntimeError(
-                f"{self._name}: this process was forked after process {self._pid} created it, and its threads exist "
-                "only there; create it in the process that uses it, or start processes by spawn"
+                f"{self._name}: this process was forked after process {self._pid} created the object, so the "
+                "object's threads do not exist here; create one in this process, or start processes by spawn"
             )
         if self._is_closed:
             raise RuntimeError(f"{self._name}: has been closed; create a new one")
@@ -47,7 +47,7 @@ class OneCaller:
     def close(self, work: Callable[[], None]) -> None:
         """Wait for the running call, make all later calls raise, and call *work*, which closes the object.
 
-        Do nothing if the object was closed before, or if this process is forked.
+        Do nothing if the object is already closed, or if this process was forked.
         """
         if self.is_over:
             return
@@ -63,7 +63,7 @@ class OneCaller:
         self.check()
         self._begin()
         try:
-            self.check()  # it may have been closed meanwhile
+            self.check()  # the object may have been closed meanwhile
         except BaseException:
             self._end()
             raise
@@ -77,7 +77,7 @@ class OneCaller:
         if self._caller == threading.get_ident():
             raise RuntimeError(
                 f"{self._name}: called from within one of its own calls, for example by a signal handler; call it "
-                "after that call has returned"
+                "again when the running call has returned"
             )
         self._turn.acquire()
         self._caller = threading.get_ident()

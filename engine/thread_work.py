@@ -10,8 +10,8 @@ _T = TypeVar("_T")
 def coroutine_safe(error: BaseException) -> Exception:
     """Return *error* if it is safe to raise in a coroutine, otherwise a RuntimeError that names it.
 
-    StopIteration would make a coroutine wait for ever, a CancelledError would look like its own cancellation, and a
-    BaseException such as SystemExit would end the event loop.
+    StopIteration would make the coroutine wait for ever. A CancelledError would look as if the coroutine itself were
+    cancelled. A BaseException such as SystemExit would end the event loop.
     """
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, CancelledError)):
         return error

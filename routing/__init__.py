@@ -1,1 +1,1 @@
-"""`kvtier route`: a router that sends each request to the replica with most of its prompt, unless it is too busy."""
+"""`kvtier route`: a router that prefers the replica with most of a prompt in its cache, unless it is too busy."""

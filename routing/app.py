@@ -1,4 +1,4 @@
-"""`RouteApp`: the router's own paths, and the proxy for all other paths."""
+"""`RouteApp`: the router's ASGI app, which answers some paths itself and passes all others on to replicas."""
 
 from collections.abc import Mapping
 
@@ -47,9 +47,9 @@ class RouteApp:
     ) -> None:
         """Create the app.
 
-        *feeds* has the KV events of each replica by its name. *operators* may drain replicas, and each drain is logged
-        in *audit*; None disables draining. *browser_rules* refuse requests from web pages of other sites; None allows
-        them.
+        *feeds* maps each replica's name to the feed of its KV events. *operators* may drain replicas, and each drain is
+        logged in *audit*. If either is None, draining is disabled. *browser_rules* refuse requests from web pages of
+        other sites; if they are None, such requests are allowed.
         """
         self.is_ending = False
         self.num_running = 0  # admitted requests that have not ended
@@ -96,7 +96,7 @@ class RouteApp:
         self.num_running += 1
         try:
             if self.is_ending:
-                raise ApiError(503, "the router is shutting down; use another one", code="shutting_down")
+                raise ApiError(503, "the router is shutting down; use another router", code="shutting_down")
             await self._proxy(scope, receive, in_time(send_named))
         except ApiError as error:
             assert not has_begun, "an error after the answer has begun"
@@ -112,7 +112,6 @@ class RouteApp:
         return self._browser_rules.refusal(scope["method"], Headers(scope=scope))
 
     async def _health(self, _: Request) -> Response:
-        """Return 200, because the process is alive."""
         return json_response({"status": "alive"})
 
     async def _ready(self, _: Request) -> Response:
@@ -126,13 +125,12 @@ class RouteApp:
         return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _replicas(self, request: Request) -> Response:
-        """Return the state of all replicas."""
         if self._operators is not None:
             self._operator(request, self._operators)
         return json_response({"object": "list", "data": [self._told(name) for name in self._router.replicas]})
 
     async def _drain(self, request: Request) -> Response:
-        """Stop sending new requests to a replica, or resume. Running requests continue."""
+        """Stop sending new requests to a replica, or resume. Running requests are not affected."""
         if self._operators is None or self._audit is None:
             message = "draining is disabled; start the router with [operators] or KVTIER_OPERATOR_TOKEN"
             raise ApiError(404, message, code="no_operators")
@@ -149,7 +147,7 @@ class RouteApp:
         return json_response(self._told(name))
 
     def _operator(self, request: Request, operators: Operators) -> str:
-        """Return the name of the operator whose token the request has. Raise ApiError 401 if it has none."""
+        """Return the name of the operator whose token the request has. Raise `ApiError` 401 without a valid token."""
         who = operators.name_of(request.headers.get("authorization", ""))
         if who is None:
             self._metrics.operators_refused.inc()

@@ -1,4 +1,4 @@
-"""The router's configuration: one frozen tree, from a TOML file and the command line."""
+"""The router's configuration: one immutable tree, from a TOML file and the command line."""
 
 import re
 from collections.abc import Mapping
@@ -67,13 +67,13 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
 class PolicyConfig(Table, frozen=True, kw_only=True):
     """`[policy]`: the weights of the routing policy, which sends a request to the replica with the lowest cost.
 
-    The unit of cost is computing one token. Loading a token costs *host_cost* (from host memory) or *disk_cost* (from
-    disk). Each prompt token that waits at a replica costs *queue_weight*, and each request there costs
+    A prompt token that must be computed costs 1. A cached token costs *host_cost* if it is loaded from host memory, or
+    *disk_cost* from disk. Each prompt token that waits at a replica costs *queue_weight*, and each request there costs
     *request_tokens*. A conversation stays with its replica unless the cost of another replica is lower by more than
     *session_tokens*.
 
-    If no replica has any part of a prompt, consistent hashing of its first *first_tokens* tokens orders the replicas.
-    The prompt goes to the first replica with less than *hash_slack* times the average number of requests.
+    If no replica has any part of a prompt, the replicas are ordered by consistent hashing of its first *first_tokens*
+    tokens. The prompt goes to the first replica with less than *hash_slack* times the average number of requests.
     """
 
     host_cost: Part = 0.1
@@ -88,8 +88,8 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 class IndexConfig(Table, frozen=True, kw_only=True):
     """`[index]`: limits on what the router remembers.
 
-    *max_blocks* limits the blocks of replicas, which take about 250 bytes each. *max_sessions* limits the
-    conversations.
+    It remembers at most *max_blocks* blocks that replicas have cached, which take about 250 bytes each, and the
+    replicas of at most *max_sessions* conversations.
     """
 
     max_blocks: Count = 2_000_000
@@ -99,8 +99,8 @@ class IndexConfig(Table, frozen=True, kw_only=True):
 class TokensConfig(Table, frozen=True, kw_only=True):
     """`[tokens]`: how the router gets a prompt's tokens, which it needs because KV events refer to tokens.
 
-    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches answers
-    with up to *max_cached* tokens in all, which take four bytes each. Without *ask* or without an answer, the router
+    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches up to
+    *max_cached* tokens from answers, which take four bytes each. Without *ask* or without an answer, the router
     compares the prompt's text with the texts that were sent to each replica.
     """
 
@@ -123,16 +123,17 @@ class HealthConfig(Table, frozen=True, kw_only=True):
 class RouteConfig(Table, frozen=True, kw_only=True):
     """The router's whole configuration.
 
-    A request's body has at most *max_body* bytes. The router gives up an answer that takes longer than *timeout_s*
+    A request's body has at most *max_body* bytes. The router aborts an answer that takes longer than *timeout_s*
     seconds to begin or to continue. On shutdown, running answers may continue for *drain_s* seconds.
 
-    *api_keys* is the replicas' own key file, if they have one. The router needs it to know a request's tenant, because
-    kvtier's names of blocks depend on the tenant. The router then passes on every request, and the replica checks the
-    key.
+    *api_keys* is the replicas' own file of API keys, if they have one. The router needs the file to find out a
+    request's tenant, because kvtier's names of blocks depend on the tenant. The router does not reject unknown keys,
+    because the replicas do.
 
-    Without *api_keys*, the router checks where requests come from. The `Host` of a request must be an IP address, a
-    loopback name, one of *allowed_hosts* or, if *host* is not a loopback address, a name that public DNS cannot have. A
-    web page in a browser may send requests only if it is from one of *cors_origins*, which the replicas must allow too.
+    Without *api_keys*, the router protects the replicas from requests that other sites' web pages make a browser send.
+    The `Host` of a request must be an IP address, a loopback name or one of *allowed_hosts*. If *host* is not a
+    loopback address, names that public DNS cannot have, such as `kvtier.default.svc`, are accepted, too. A web page may
+    send requests only if it is from one of *cors_origins*, which the replicas must allow, too.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"

@@ -24,18 +24,18 @@ _HWM = 100_000  # batches that wait for the router, as many as a publisher keeps
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A batch and its sequence number."""
+    """A batch of KV events and its sequence number."""
 
     seq: int
     batch: EventBatch
 
 
 class EventFeed:
-    """A subscription to one publisher that replays missed batches and reports when earlier batches are unreliable.
+    """A subscription to one replica's KV events, which requests missed batches again and reports losses.
 
-    Earlier batches are unreliable after a gap that cannot be replayed. They are also unreliable when another publisher
-    answers at the endpoint, because the replica was restarted. In both cases, *lose* is called, and then *take* with
-    the batches after the last gap that can be replayed. Owned by the event loop; `run` runs until it is cancelled.
+    A loss is a gap that cannot be replayed, or a restart of the replica, after which another publisher answers at the
+    endpoint. After a loss, earlier batches are unreliable. Then *lose* is called, and after it *take* with the batches
+    that follow the last gap and can be replayed. Owned by the event loop; `run` runs until it is cancelled.
     """
 
     def __init__(
@@ -47,24 +47,25 @@ class EventFeed:
     ) -> None:
         """Create the feed of *publisher*.
 
-        *take* is called with each batch once, in order. *lose* is called when all batches so far have become
-        unreliable. A replay is abandoned if its next part does not arrive within *replay_s* seconds.
+        *take* is called with each batch once, in order. *lose* is called when earlier batches have become unreliable,
+        so that their blocks must be forgotten. A replay is abandoned if its next part does not arrive within *replay_s*
+        seconds.
         """
         self._name = publisher.name
         self._endpoint, self._replay_endpoint = publisher.events, publisher.replay
         self._topic = publisher.topic.encode()
         self._take, self._lose, self._replay_s = take, lose, replay_s
         self._last: Told | None = None  # the last batch that was taken
-        self._is_in_doubt = False  # the connection was lost, so another publisher may answer now
+        self._is_in_doubt = False  # whether the connection was lost, so that another publisher may answer now
         self.num_batches = self.num_gaps = self.num_replays = self.num_losses = 0
 
     @property
     def next_seq(self) -> int | None:
-        """Sequence number of the next batch, None before the first batch."""
+        """Expected sequence number of the next batch; None before the first batch."""
         return None if self._last is None else self._last.seq + 1
 
     def start_over(self) -> None:
-        """Start over as if no batch had been received, because the owner has forgotten them all.
+        """Forget that any batch was received, because the owner has forgotten the batches' events.
 
         When the next batch arrives, the earlier batches that can be replayed are taken again.
         """
@@ -77,7 +78,7 @@ class EventFeed:
             try:
                 await self._listen()
             except Exception as error:
-                log.warning("events of %s: %r; its blocks are forgotten and learnt anew", self._name, error)
+                log.warning("KV events of %s: %r; forgetting its blocks and subscribing again", self._name, error)
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
 
@@ -105,7 +106,7 @@ class EventFeed:
                     await self._hear(_told(seq, payload))
 
     async def _note(self, event: int) -> None:
-        """Handle a connection that was lost, or established for the first time or again."""
+        """Handle an event of the ZMQ connection, which was lost or established."""
         if event == zmq.EVENT_DISCONNECTED:
             self._is_in_doubt = self._last is not None
         elif self._last is None:
@@ -114,7 +115,7 @@ class EventFeed:
             await self._resolve_doubt()
 
     async def _hear(self, told: Told) -> None:
-        """Process a published batch."""
+        """Process a batch that the publisher has just published."""
         if self._is_in_doubt:
             await self._resolve_doubt()
         last = self._last
@@ -123,7 +124,7 @@ class EventFeed:
         elif told.seq == last.seq + 1:
             self._accept(told)
         elif told.seq <= last.seq:
-            if told.batch.ts > last.batch.ts:  # else the batch was replayed already
+            if told.batch.ts > last.batch.ts:  # otherwise the batch was replayed already
                 await self._begin_anew(told)
         else:
             self.num_gaps += 1
@@ -134,7 +135,10 @@ class EventFeed:
                 self._accept(told)
 
     async def _resolve_doubt(self) -> None:
-        """Find out whether the publisher is the same as before: if so, it replays the last batch unchanged."""
+        """Check after a reconnection whether the publisher is still the same, and if not, forget all batches.
+
+        The same publisher replays the last batch unchanged.
+        """
         self._is_in_doubt = False
         assert self._last is not None
         again = await self._replay(self._last.seq)
@@ -169,7 +173,7 @@ class EventFeed:
         return bool(replayed)
 
     def _take_tail(self, replayed: Sequence[Told]) -> None:
-        """Take only the batches after the last gap, because the missing batches may have revoked earlier ones."""
+        """Take only the batches after the last gap, because a missing batch may have removed blocks of earlier ones."""
         start = len(replayed)
         while start and (start == len(replayed) or replayed[start - 1].seq + 1 == replayed[start].seq):
             start -= 1
@@ -182,7 +186,7 @@ class EventFeed:
         self._take(told.batch)
 
     async def _replay(self, start: int) -> list[Told]:
-        """Return all batches from number *start* on that the publisher still has; empty if it does not answer."""
+        """Return the batches from number *start* on that the publisher still has; empty if it does not answer."""
         if self._replay_endpoint is None:
             return []
         self.num_replays += 1
@@ -198,7 +202,7 @@ class EventFeed:
                 if int.from_bytes(seq, "big", signed=True) == _END:
                     return told
                 told.append(_told(seq, payload))
-        log.warning("events of %s: no answer at %s; the replay is abandoned", self._name, self._replay_endpoint)
+        log.warning("KV events of %s: %s does not answer; missed events are lost", self._name, self._replay_endpoint)
         return []
 
 

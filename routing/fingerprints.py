@@ -1,4 +1,4 @@
-"""`Fingerprints`: the router's own names of prefixes, computed for a long prompt in less than a millisecond."""
+"""`Fingerprints`: the router's own hash of prefixes, computed for a long prompt in less than a millisecond."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Prefixes:
 
 
 class Fingerprints:
-    """Fingerprints of prefixes. A fingerprint is a polynomial of all tokens of a prefix, modulo 2^64.
+    """The router's hash of prompt prefixes. A fingerprint is a polynomial of all tokens of a prefix, modulo 2^64.
 
-    Replicas name blocks by chains of slow hashes, and each may use its own hash. They report the parent and the tokens
-    of each block, so the router can compute names that are the same for all replicas. Fingerprints are extended block
-    by block, but do not depend on the block size: equal prefixes have equal fingerprints.
+    Replicas name blocks by slow chained hashes, and each replica may use a different hash. But they report the parent
+    and the tokens of each block, so the router can compute names that are the same for all replicas. Fingerprints are
+    extended block by block, but do not depend on the block size: equal prefixes have equal fingerprints.
 
     Different prefixes may have the same fingerprint by chance, or because an attacker knows *key*. The router may then
     choose a worse replica, but the answer stays correct, because the replica itself looks up which blocks it reads.
@@ -42,13 +42,16 @@ class Fingerprints:
         self._powers: dict[int, _Powers] = {}  # by size of blocks
 
     def root(self, *what: str | None) -> Fingerprint:
-        """Return the fingerprint of the empty prefix, which is different for different *what* (adapter, salt, ...)."""
+        """Return the fingerprint of the empty prefix for prompts with these properties, such as adapter and salt."""
         parts = b"".join(b"-" if each is None else b"%d:%b" % (len(raw := _utf8(each)), raw) for each in what)
         digest = blake2b(parts, digest_size=8, key=self._key.to_bytes(8, "big")).digest()
         return int.from_bytes(digest, "big")
 
     def chain(self, before: Fingerprint, tokens: NDArray[np.unsignedinteger], block_size: int) -> list[Fingerprint]:
-        """Return the fingerprint at the end of each full block of *tokens*, which follow *before*."""
+        """Return the fingerprint at the end of each full block of *tokens*.
+
+        *before* is the fingerprint of the prefix before *tokens*.
+        """
         prefixes: list[int] = self.chain_array(before, tokens, block_size).tolist()
         return prefixes
 
@@ -73,7 +76,7 @@ class Fingerprints:
 
 
 class _Powers:
-    """The powers of the base for one block size, as many as were requested."""
+    """The powers of `_BASE` for one block size, computed as far as they were requested."""
 
     def __init__(self, block_size: int) -> None:
         self._step = np.uint64(pow(_BASE, block_size, _WORD))
@@ -84,7 +87,7 @@ class _Powers:
         self._up = self._down = np.empty(0, dtype=np.uint64)
 
     def of(self, num_blocks: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the base's powers for 1 to *num_blocks* blocks, and the inverse of each."""
+        """Return the base's powers for 1 to *num_blocks* blocks, and the inverses of these powers."""
         if num_blocks > len(self._up):
             room = max(256, 2 * num_blocks)
             self._up = np.cumprod(np.full(room, self._step), dtype=np.uint64)

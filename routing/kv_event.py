@@ -1,4 +1,4 @@
-"""KV events in their wire formats: vLLM's current and older ones, and LMCache's, which vLLM publishes."""
+"""KV events in the wire formats of vLLM (current and older versions) and of LMCache, whose events vLLM publishes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ _FIELDS = {  # in the order of the arrays in which vLLM before 0.32 sent events
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """The event that the replica has these blocks in *medium*.
 
-    If the event has *token_ids*, the blocks follow each other, and the first one follows *parent_block_hash*. A model
-    may have several groups of layers, whose blocks have separate events (*group_idx*). The router uses only events of
-    the first group, whose blocks determine how long a prefix is.
+    If the event has *token_ids*, the blocks are consecutive, and the first one follows *parent_block_hash*. If the
+    model has several groups of layers, each group has events of its own, with its *group_idx*. The router uses only
+    events of the first group, whose blocks determine how long a prefix is.
     """
 
     block_hashes: Sequence[Name]
@@ -63,7 +63,7 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The events of one message, sent *ts* seconds after the epoch, without events of unknown kinds."""
+    """The events of one message, sent *ts* seconds after the epoch. Events of unknown kinds are left out."""
 
     ts: float
     events: list[Event]
@@ -88,12 +88,12 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def tier_of(medium: str | None) -> Tier:
-    """Return the tier of *medium*. None, for an event without a medium, is the device."""
+    """Return the tier of an event's *medium*. An event without a medium is about the device."""
     return Tier.DEVICE if medium is None else _TIERS.get(medium.upper(), Tier.DISK)
 
 
 def _event(raw: object) -> Event | None:
-    """Return the event in a map, or in an array that begins with its kind; None if the kind is unknown."""
+    """Return the event in *raw*, a map or an array that begins with the event's kind; None if it is unknown."""
     if isinstance(raw, Sequence) and raw and raw[0] in _FIELDS:
         raw = {"type": raw[0], **dict(zip(_FIELDS[raw[0]], raw[1:], strict=False))}
     if not isinstance(raw, Mapping) or raw.get("type") not in _FIELDS:
@@ -105,8 +105,8 @@ def _event(raw: object) -> Event | None:
 class Publisher:
     """The ZMQ endpoints of the replica *name*.
 
-    The replica publishes KV events at *events*, under the topic *topic*. It sends missed events again at *replay*;
-    None: it cannot.
+    The replica publishes KV events at *events*, under the topic *topic*. It sends missed events again at *replay*; None
+    if it cannot do that.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The metrics in the router's `/metrics`."""
+"""The Prometheus metrics that the router serves at `/metrics`."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,10 @@ _CHOOSE_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0
 
 
 class RouteMetrics:
-    """The metrics that are counted as events happen. Clients cannot choose labels. Owned by the event loop."""
+    """The router's counters and histograms, which are updated as events happen.
+
+    No label value comes from a client, so clients cannot create new time series. Owned by the event loop.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -58,12 +61,12 @@ class RouteMetrics:
             self._matched_tokens.labels(tier).inc(getattr(routed.matched, tier))
 
     def passed(self, replica: str) -> None:
-        """Count a request without a prompt that was sent to *replica*."""
+        """Count a request that has no prompt and was sent to *replica*."""
         self._requests.labels(replica, "pass").inc()
 
 
 class RouterCollector(Collector):
-    """The metrics that are read from the router's state when Prometheus scrapes it."""
+    """A Prometheus collector of the metrics that are read from the router's state at each scrape."""
 
     def __init__(self, router: Router, feeds: Mapping[str, EventFeed], tokens: Tokens) -> None:
         self._router = router

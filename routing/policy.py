@@ -1,4 +1,4 @@
-"""`RoutingPolicy`: the choice of a replica for a request."""
+"""`RoutingPolicy`: the rule that chooses a replica for a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Reason(StrEnum):
 class Load:
     """The load of a replica."""
 
-    num_requests: int = 0  # not answered yet
-    num_waiting_tokens: int = 0  # prompt tokens of these requests to compute before their answers begin
+    num_requests: int = 0  # requests whose answers are not complete
+    num_waiting_tokens: int = 0  # prompt tokens of these requests that are still to be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,27 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen replica, and the reason."""
+    """The chosen replica, and the reason for the choice."""
 
     name: str
     reason: Reason
 
 
 class RoutingPolicy:
-    """A policy that weighs the cached prefix of a replica against its load.
+    """A policy that sends a request to the replica with the lowest cost.
 
-    The unit of both is a token that must be computed before the answer can begin. The policy uses no clock, socket or
-    index, so the same arguments always give the same choice, and other routers can use it too.
+    The cost is the number of prompt tokens that the replica has not cached, plus a number of tokens for its load. The
+    policy uses no clock, socket or index, so the same arguments always give the same choice.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
 
     def choose(self, num_tokens: int, candidates: Sequence[Candidate], session: str | None = None) -> Choice | None:
-        """Return the choice among the open *candidates* for a prompt of *num_tokens*, or None if none is open.
+        """Return the best open candidate for a prompt of *num_tokens* tokens, or None if no candidate is open.
 
-        *candidates* are in the order of consistent hashing for this prompt, which breaks ties. *session* is the replica
-        that had the conversation so far; None: not known.
+        *candidates* must be in the order of consistent hashing for this prompt: if costs are equal, the first one is
+        chosen. *session* is the name of the replica that had the conversation so far, or None if it is unknown.
         """
         open_ones = [each for each in candidates if each.is_open]
         if not open_ones:
@@ -84,15 +84,15 @@ class RoutingPolicy:
         return max(0.0, num_tokens - self._saved(candidate.matched)) + ahead
 
     def _saved(self, matched: Matched) -> float:
-        """Return the number of tokens that need not be computed, minus the cost of loading them from lower tiers."""
+        """Return the number of tokens that need not be computed, minus the cost of loading them from host or disk."""
         host, disk = 1 - self._config.host_cost, 1 - self._config.disk_cost
         return matched.device + matched.expected + host * matched.host + disk * matched.disk
 
 
 def _first_with_room(candidates: Sequence[Candidate], slack: float) -> Candidate:
-    """Return the first candidate with less than *slack* times the average number of requests.
+    """Return the first candidate that has fewer requests than *slack* times the average over all candidates.
 
-    This is consistent hashing with bounded loads.
+    The algorithm is known as consistent hashing with bounded loads.
     """
     limit = ceil(slack * (1 + sum(each.load.num_requests for each in candidates)) / len(candidates))
     return next(each for each in candidates if each.load.num_requests < limit)

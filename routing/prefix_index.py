@@ -1,4 +1,4 @@
-"""`PrefixIndex`: the prefixes that each replica has cached, and their tiers."""
+"""`PrefixIndex`: which prefixes each replica has cached, and in which tiers."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,18 @@ from kvtier.routing.fingerprints import Fingerprint, Fingerprints, Prefixes
 from kvtier.routing.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, Event, Name
 from kvtier.tiers.naming.tier import Tier
 
-MAX_SIZES = 3  # block sizes: an engine's own, and those of one or two caches below it
-_MAX_SIZES = 64  # block sizes to count, however many replicas send
-_MAX_LORAS = 4096  # names of adapters to keep, however many replicas send
-SWEPT = 1000  # prefixes to sweep with each event after a replica was forgotten, which takes 0.2 ms
-MAX_LOOKED_UP = 512  # blocks of one prompt to look up: of a longer prompt, only every second or third block and so on
+MAX_SIZES = 3  # block sizes that prompts are looked up with: an engine's own, and those of one or two caches below it
+_MAX_SIZES = 64  # block sizes that are counted, in case replicas report many
+_MAX_LORAS = 4096  # adapter names that are kept, in case replicas report many
+SWEPT = 1000  # prefixes from which one event clears the bits of forgotten replicas, which takes 0.2 ms
+MAX_LOOKED_UP = 512  # blocks of a prompt to look up: in a longer prompt, only every second or third block and so on
 
 
 class Standing(IntEnum):
-    """The tier in which a replica has a block, or EXPECTED; best first. The value is one of the replica's four bits."""
+    """The tier in which a replica has a block, best tier first, or EXPECTED if the block is not reported yet.
+
+    The values are bits: for each prefix, the index has these four bits per replica.
+    """
 
     DEVICE = 1
     HOST = 2
@@ -38,7 +41,10 @@ _BEST = [None, *(next(each for each in Standing if bits & each) for bits in rang
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The number of leading tokens of a prompt that a replica has, each counted at its best `Standing`."""
+    """The number of leading tokens of a prompt that a replica has cached, by `Standing`.
+
+    Tokens that the replica has in several tiers count for the best of these tiers.
+    """
 
     device: int = 0
     host: int = 0
@@ -47,7 +53,7 @@ class Matched:
 
     @property
     def total(self) -> int:
-        """Number of tokens at all standings."""
+        """Number of tokens in all tiers, including expected tokens."""
         return self.device + self.host + self.disk + self.expected
 
 
@@ -56,9 +62,10 @@ NOTHING = Matched()
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of a prompt, from *start* to before *end*. *held* has the bits of the replicas that hold them.
+    """Consecutive blocks of a prompt, from *start* to before *end*, that the same replicas have in the same tiers.
 
-    *first* is the first block of the run that was looked up. The blocks before *first* may have further holders.
+    Only some blocks of a long prompt are looked up. *first* is the run's first block that was looked up, and *held* has
+    the bits of all replicas for this block. Other replicas may have some of the blocks before *first*.
     """
 
     held: int
@@ -68,30 +75,31 @@ class _Run:
 
 
 class PrefixIndex:
-    """The prefixes that replicas have reported in events or were sent, by fingerprint.
+    """An index of the prefixes that each replica has, according to its KV events and the prompts sent to it.
 
-    The index has four bits per replica for each known prefix. It maps replicas' names of blocks to fingerprints while
-    there is room. When room runs out, the oldest name is dropped and its prefix is forgotten for all replicas, so that
-    no replica is believed to have blocks that it lost long ago. Owned by one thread.
+    A prefix is identified by its fingerprint, which the router computes. For each known prefix, the index has four bits
+    per replica, see `Standing`. A second table maps the replicas' own names of blocks to fingerprints. If this table is
+    full, its oldest name is dropped. The prefix of a dropped name is forgotten for all replicas, because the router
+    could not tell any more when a replica removes it. Owned by one thread.
 
-    The index is approximate for long prompts, of which about 512 blocks at equal distances are looked up. A replica
-    that holds a block that was looked up counts as holding the blocks before it too.
+    The index is approximate for long prompts: only about 512 blocks at equal distances are looked up. If a replica has
+    one of these blocks, the index assumes that it has the blocks before that one too.
     """
 
     def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:
         """Create an empty index.
 
-        *max_blocks* limits the known names of blocks. It also limits the prefixes that were sent to a replica and have
-        not been reported yet.
+        *max_blocks* is the maximum number of block names. It is also the maximum number of prefixes that were sent to a
+        replica and are not reported yet.
         """
         self.fingerprints = fingerprints
         self.loras: OrderedDict[str, None] = OrderedDict()  # adapters in the latest events
-        self.num_orphans = 0  # blocks without a known prefix: their parent was reported before the router listened
+        self.num_orphans = 0  # reported blocks with an unknown prefix: their parent came before the router listened
         self._max_blocks = max_blocks
         self._sizes: Counter[int] = Counter()  # number of reported blocks by size
         self._shifts: dict[str, int] = {}  # position of a replica's four bits
-        self._told_of: set[str] = set()  # replicas of which any prefix is known
-        self._retired = 0  # the bits that replicas had before they were forgotten
+        self._told_of: set[str] = set()  # replicas with at least one known prefix
+        self._retired = 0  # the bits that replicas had before they were forgotten, until no prefix has them
         self._unswept: list[Fingerprint] = []  # prefixes that may still have retired bits
         self._holders: dict[Fingerprint, int] = {}
         self._names: OrderedDict[Name, Fingerprint] = OrderedDict()
@@ -99,12 +107,15 @@ class PrefixIndex:
 
     @property
     def block_sizes(self) -> list[int]:
-        """Most frequent sizes of reported blocks. LMCache's last chunk of a prompt may have any size."""
+        """The block sizes that replicas report most often, at most `MAX_SIZES` of them.
+
+        Rare sizes are left out, because LMCache's last chunk of a prompt may have any size.
+        """
         return [size for size, _ in self._sizes.most_common(MAX_SIZES)]
 
     @property
     def num_prefixes(self) -> int:
-        """Number of prefixes that any replica has or should have, including forgotten ones that are not swept yet."""
+        """Number of prefixes in the index, including those of forgotten replicas that are not cleared yet."""
         return len(self._holders)
 
     def add(self, replica: str) -> None:
@@ -119,8 +130,8 @@ class PrefixIndex:
     def forget(self, replica: str) -> None:
         """Forget the prefixes of a replica, but not the names of its blocks.
 
-        The replica gets new bits. Its old bits are swept, that is cleared, from some prefixes with each event that
-        arrives. Clearing them from a million prefixes at once takes half a second, in which no request could be routed.
+        The replica gets new bits, and its old bits are cleared from some prefixes with each later event. Clearing them
+        from a million prefixes at once would take half a second, in which no request could be routed.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)
@@ -141,9 +152,9 @@ class PrefixIndex:
         self._sweep()
 
     def expect(self, replica: str, prefixes: Prefixes) -> None:
-        """Record that a prompt with these *prefixes* was sent to the replica.
+        """Record that the replica was sent a prompt with these *prefixes*, so that it should have them soon.
 
-        The prefixes that the replica has reported already do not change.
+        This changes nothing for the prefixes that the replica has already reported.
         """
         self._told_of.add(replica)
         self._sweep()
@@ -160,19 +171,19 @@ class PrefixIndex:
             self._drop(oldest, self._every(Standing.EXPECTED))
 
     def expect_no_longer(self, replica: str, prefixes: Prefixes) -> None:
-        """Record that the replica will not compute the prompt with these *prefixes* that was sent to it."""
+        """Undo `expect`, because the replica will not compute the prompt with these *prefixes*."""
         bit = Standing.EXPECTED << self._shifts[replica]
         for prefix in prefixes.fingerprints:
             self._drop(prefix, bit)
 
     def matched(self, prefixes: Prefixes) -> Mapping[str, Matched]:
-        """Return how much of a prompt each replica has, without replicas that have none of it."""
+        """Return how many tokens of a prompt each replica has. Replicas that have none are left out."""
         runs = self._runs(prefixes.fingerprints)
         found = {name: self._counted(prefixes, runs, shift) for name, shift in self._shifts.items()}
         return {name: matched for name, matched in found.items() if matched.total}
 
     def _runs(self, prefixes: Sequence[Fingerprint]) -> list["_Run"]:
-        """Return the runs of blocks with equal holders, up to the first block that no replica holds."""
+        """Return the runs of blocks with equal bits, up to the first looked-up block that no replica has."""
         stride = 1 + len(prefixes) // MAX_LOOKED_UP
         lasts = [*range(stride - 1, len(prefixes), stride)]
         if prefixes and (not lasts or lasts[-1] < len(prefixes) - 1):
@@ -191,11 +202,11 @@ class PrefixIndex:
         return runs
 
     def _counted(self, prefixes: Prefixes, runs: Sequence["_Run"], shift: int) -> Matched:
-        """Return how much of the prompt with these *runs* the replica has whose bits are at position *shift*."""
+        """Return how much of a prompt one replica has. *shift* is the position of the replica's bits in each run."""
         counts = dict.fromkeys(Standing, 0)
         for run in runs:
             standing = _BEST[run.held >> shift & _ALL]
-            if standing is None:  # the replica's prefix ends before the run's first block that was looked up
+            if standing is None:  # the part of the prompt that the replica has ends before the block *first*
                 for prefix in prefixes.fingerprints[run.start : run.first]:
                     standing = _BEST[self._holders.get(prefix, 0) >> shift & _ALL]
                     if standing is None:
@@ -231,7 +242,7 @@ class PrefixIndex:
             self._holders.pop(prefix, None)
 
     def _free_shift(self) -> int:
-        """Return the position of four bits that no replica has and that no unswept prefix may have."""
+        """Return the position of four bits that no replica uses, and that no prefix has from a forgotten replica."""
         taken = self._retired | sum(_ALL << shift for shift in self._shifts.values())
         return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
 
@@ -244,11 +255,11 @@ class PrefixIndex:
             self._retired = 0
 
     def _every(self, standing: Standing) -> int:
-        """Return the mask with the bit of *standing* for each replica."""
+        """Return a mask that has the bit of *standing* for every replica."""
         return sum(standing << shift for shift in self._shifts.values())
 
     def _name(self, event: BlockStored) -> None:
-        """Compute the prefix that each block of an event ends, and remember it by the replica's name of the block."""
+        """Compute the fingerprint of the prefix that ends with each block of the event, and keep it by block name."""
         size, keys = event.block_size, event.extra_keys or []
         before = self._before(event)
         if before is None or len(event.token_ids) != size * len(event.block_hashes):
@@ -272,7 +283,7 @@ class PrefixIndex:
             self._know([name], [before])
 
     def _before(self, event: BlockStored) -> Fingerprint | None:
-        """Return the prefix that an event's first block follows, or None if it is not known."""
+        """Return the fingerprint of the prefix before the event's first block, or None if it is unknown."""
         if event.parent_block_hash is not None:
             return self._names.get(event.parent_block_hash)
         return self.fingerprints.root(event.lora_name, _salt((event.extra_keys or [None])[0], event.lora_name))
@@ -289,12 +300,15 @@ class PrefixIndex:
 def _salt(keys: Sequence[object] | None, lora: str | None) -> str | None:
     """Return the salt among the extra keys of a prompt's first block, or None.
 
-    The keys are a list without labels. The salt is the first text in it after the adapter's name.
+    The list *keys* does not say what each key is. Its strings are the adapter's name, if any, and then the salt.
     """
     texts = [key for key in keys or () if isinstance(key, str)]
     return next(iter(texts[1:] if lora is not None and texts[:1] == [lora] else texts), None)
 
 
 def _others(keys: Sequence[object] | None, lora: str | None) -> list[object]:
-    """Return the extra keys other than adapter and salt, such as images. The root fingerprint covers those two."""
+    """Return the extra keys that are not strings, such as images.
+
+    The strings are the adapter and the salt, which are part of the root fingerprint.
+    """
     return [key for key in keys or () if not isinstance(key, str)]

@@ -1,4 +1,4 @@
-"""`Proxy`: passes a request to a replica and its answer back, and tries the next replica if there is no answer."""
+"""`Proxy`: forwards requests to replicas, and tries another replica if one does not answer."""
 
 import logging
 import time
@@ -28,17 +28,17 @@ from kvtier.web.request_body import read_body
 log = logging.getLogger(__name__)
 
 BODY_S = 60.0  # maximum time to receive a request's body
-REFUSED = 503  # status from a replica that is loading, draining or full, which has not started the request
+REFUSED = 503  # the status of a replica that is loading, draining or full, and so has not started the request
 
 
 @dataclass(slots=True)
 class _Way:
-    """A request in progress: the replicas that were tried, and whether the request may be repeated."""
+    """A request in progress, with the replicas that were tried so far."""
 
     asked: Asked
     prompt: RoutedPrompt | None  # None: the request has no prompt to look up
     key: bytes  # selects the replica of a request without a prompt
-    may_repeat: bool  # even if a replica may have executed the request
+    may_repeat: bool  # whether another replica may be tried even if one may have executed the request
     reading_s: float = 0.0  # time that it took to compute the prompt's prefixes
     tried: set[str] = field(default_factory=set)
     refusal: Answer | None = None  # a complete 503, which is sent if no other replica answers
@@ -46,18 +46,19 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """A replica that a request goes to, and the number of prompt tokens that must be computed there."""
+    """The replica that a request is sent to next, and the number of prompt tokens that it must compute."""
 
     replica: Replica
     num_tokens: int
 
 
 class Proxy:
-    """The ASGI app for all paths that are not the router's own. Owned by the event loop.
+    """The ASGI app that forwards requests to replicas, for all paths that the router does not answer itself.
 
-    A request is at one replica at a time, and at each replica at most once. It goes to the next replica if a replica
-    cannot be reached, answers 503, or ends before the first byte of an answer. A request that may not be repeated goes
-    to the next replica only if the previous one cannot have executed any of it.
+    A request is sent to one replica at a time, and to each replica at most once. The next replica is tried if the
+    current one cannot be reached, answers 503, or ends before the first byte of an answer. Requests that must not be
+    executed twice are an exception: for them, the next replica is tried only if the current one cannot have executed
+    any of the request. Owned by the event loop.
     """
 
     def __init__(
@@ -70,7 +71,10 @@ class Proxy:
         keys: ApiKeys | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create the proxy. *keys* are the replicas' API keys, because replicas name blocks by tenant."""
+        """Create the proxy.
+
+        *keys* are the replicas' API keys. They tell the tenant of a request, which is part of its blocks' names.
+        """
         self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
         self._salts = Salts(keys, config.tenant_isolation == "strict")
         self._limits = ServerConfig(max_body=config.max_body, body_timeout_s=BODY_S)
@@ -81,7 +85,7 @@ class Proxy:
 
         Raises:
             ApiError: If no replica answers and nothing was sent to the client.
-            Broken: If an answer ends too early. The caller then cuts the connection.
+            Broken: If an answer ends too early. The caller must then close the connection to the client.
         """
         request = Request(scope, receive)
         body = await read_body(request, self._limits)
@@ -116,7 +120,7 @@ class Proxy:
         return _Way(asked, prompt, key, may_repeat=True, reading_s=self._clock() - began_at)
 
     def _next(self, way: _Way) -> _Stop | None:
-        """Return the replica that gets the request next, or None if all open replicas were tried."""
+        """Choose the replica that the request is sent to next. Return None if all open replicas were tried."""
         if way.prompt is None:
             name = self._router.any_open(way.key, way.tried)
             if name is not None:
@@ -133,7 +137,10 @@ class Proxy:
         return _Stop(self._router.replicas[routed.choice.name], num_computed)
 
     async def _answer(self, way: _Way, stop: _Stop, send: Send) -> bool:
-        """Pass on the replica's answer. Return whether the client got one; raise ApiError if no retry is allowed."""
+        """Send the request to a replica, and forward its answer. Return False if the next replica must be tried.
+
+        Raises ApiError if the replica does not answer and no other replica may be tried.
+        """
         replica = stop.replica
         with replica.working(stop.num_tokens) as work:
             try:
@@ -152,8 +159,8 @@ class Proxy:
                 return False
 
     def _give_up(self, way: _Way, replica: Replica, error: NoAnswer) -> None:
-        """Record the failure before the next replica is tried. Raise ApiError if the request may have been executed."""
-        log.warning("replica %s gave no answer (%s)", replica.name, error.why)
+        """Record that the replica did not answer. Raise ApiError if no other replica may be tried."""
+        log.warning("replica %s did not answer: %s", replica.name, error.why)
         if not error.was_connected:
             self._router.mark_dead(replica.name)
         if error.why == "timeout" or (error.was_connected and not way.may_repeat):
@@ -168,7 +175,7 @@ class Proxy:
             self._router.refused(way.prompt, replica.name)
 
     async def _send(self, answer: Answer, send: Send) -> None:
-        """Forward the answer, each part when it arrives. Raise `Broken` if the replica's answer ends too early."""
+        """Forward each part of the answer when it arrives. Raise `Broken` if the replica's answer ends too early."""
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         await send({"type": "http.response.body", "body": answer.first, "more_body": True})
         try:
@@ -183,7 +190,7 @@ class Proxy:
 
 
 def _target(scope: Scope) -> bytes:
-    """Return the path and query as they were sent."""
+    """Return the request's path and query, unchanged."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     return path + (b"?" + scope["query_string"] if scope["query_string"] else b"")
 

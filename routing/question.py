@@ -1,4 +1,4 @@
-"""`Question`: the facts in a request's body that decide where it should go."""
+"""`Question`: the parts of a request's body by which the router chooses a replica."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ SESSION_HEADER = "x-session-id"
 CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's and Anthropic's
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _SESSION_FIELDS = ("prompt_cache_key", "conversation", "user")
-# A body beyond these limits is compared without parsing it: parsing 64 MiB of token ids blocks all clients for 14 s.
+# A body beyond these limits is not parsed; its bytes are compared instead. Parsing 64 MiB of token ids takes 14 s, in
+# which no other request is answered.
 MAX_READ_BYTES = 8 << 20
 MAX_VALUES = 1 << 18  # numbers, texts and objects, counted by the commas between them
-_MAX_MESSAGES = 4096  # of an Anthropic request that is tokenized
-_MAX_SESSION = 1024  # characters of a session's name that count
+_MAX_MESSAGES = 4096  # an Anthropic request with more messages is not tokenized
+_MAX_SESSION = 1024  # characters of a conversation's name that are compared
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -30,9 +31,9 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class Question:
     """The prompt of a request, before it is tokenized.
 
-    *text* is the whole prompt in a form in which the next turn of a conversation begins with the text of this turn.
-    *session* is a digest of the conversation's name, or None. *tokenize* is the body of the request to `/tokenize`;
-    None if the prompt cannot be tokenized there.
+    *text* is the whole prompt as bytes. In a conversation, the text of the next turn begins with the text of this turn.
+    *session* is a digest of the conversation's name, or None if it has no name. *tokenize* is the body of the request
+    to a replica's `/tokenize`, or None if that route cannot tokenize the prompt.
     """
 
     text: bytes
@@ -44,16 +45,20 @@ class Question:
 
 
 def may_repeat(method: str, path: str) -> bool:
-    """Return whether a request may be repeated even if a replica may have executed it already."""
+    """Return whether a request may be sent to another replica after one replica may have executed it."""
     return method in _SAFE or path in ASKING
 
 
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
-    """Return the question in the *body* of a request to *path*, or None if it has no prompt that can be looked up.
+    """Return the prompt in the *body* of a request to *path*, or None if it has no prompt that can be looked up.
 
-    A body that takes too long to parse is itself used as the text. *session* is the conversation's name in the headers;
-    None: the headers have none. *who* is the header with the client's credentials, because two clients may use the same
-    name for their conversations.
+    If the body would take too long to parse, the text of the question is the body itself.
+
+    Args:
+        path: The request's path.
+        body: The request's body.
+        session: The conversation's name in the headers, or None if the headers have none.
+        who: The header with the client's credentials, because two clients may use the same name for a conversation.
     """
     if path not in ASKING:
         return None
@@ -65,7 +70,7 @@ def read_question(path: str, body: bytes, session: str | None, who: str) -> Ques
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(content, dict) or b'"document_id"' in body or content.get("kvtier"):
-        return None  # only one replica has the document that the request may name
+        return None  # the request may name a document, which only one replica has
     text, token_ids, tokenize = _PROMPTS[path](content)
     return Question(
         text,
@@ -83,7 +88,7 @@ _Prompt = tuple[bytes, Sequence[int] | None, Mapping[str, object] | None]
 def _completion(content: Mapping[str, Any]) -> _Prompt:
     prompt = content.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # of several prompts the first decides
+        prompt = prompt[0]  # the first of several prompts decides
     if (token_ids := _token_ids(prompt)) is not None:
         return msgspec.json.encode(prompt), token_ids, None
     if isinstance(prompt, str):
@@ -97,7 +102,7 @@ def _chat(content: Mapping[str, Any]) -> _Prompt:
 
 
 def _messages(content: Mapping[str, Any]) -> _Prompt:
-    """Return the prompt of an Anthropic request: a chat whose system message is a separate field."""
+    """Return the prompt of a request to Anthropic's API, in which the system message is a separate field."""
     text = _texts(content, "tools", "system", "messages")
     messages, system = content.get("messages"), content.get("system")
     if content.get("tools") or not isinstance(messages, list) or len(messages) > _MAX_MESSAGES:
@@ -117,7 +122,7 @@ _PROMPTS = {COMPLETIONS: _completion, CHAT: _chat, MESSAGES: _messages, RESPONSE
 
 
 def _token_ids(prompt: object) -> list[int] | None:
-    """Return *prompt* if it is a list of token ids and not empty, else None."""
+    """Return *prompt* if it is a non-empty list of token ids, else None."""
     try:
         return msgspec.convert(prompt, list[_TokenId]) or None
     except msgspec.ValidationError:
@@ -129,15 +134,15 @@ def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:
 
 
 def _texts(content: Mapping[str, Any], *names: str) -> bytes:
-    """Return the fields *names* as JSON, without the bracket that closes the last list.
+    """Return the fields *names* as JSON, without the closing bracket of the last list.
 
-    So the text of a longer list begins with the text of a shorter one.
+    Without this bracket, the text of a longer conversation begins with the text of a shorter one.
     """
     return b"\n".join(msgspec.json.encode(content.get(name)) for name in names).removesuffix(b"]")
 
 
 def _plain(message: object) -> object:
-    """Return a message of texts in OpenAI's chat format, or None if it has anything other than texts."""
+    """Convert an Anthropic message to OpenAI's chat format. Return None if it has anything other than text."""
     if not isinstance(message, dict):
         return None
     role, content = message.get("role"), message.get("content")
@@ -165,17 +170,17 @@ def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes 
 
 
 class Salts:
-    """The salts with which replicas name the blocks of requests.
+    """The salts that replicas use in the names of a request's cached blocks.
 
-    If the replicas have API keys, *keys*, a salt depends on the tenant of the request's key. The keys are not checked
-    here: a request with an unknown key passes.
+    If the replicas have API keys (*keys*), the salt depends on the tenant of the request's key. The router does not
+    reject unknown keys, because the replica checks the key. If *is_strict*, tenants share no blocks.
     """
 
     def __init__(self, keys: ApiKeys | None, is_strict: bool) -> None:
         self._keys, self._is_strict = keys, is_strict
 
     def of(self, who: str, asked: str | None) -> str | None:
-        """Return a request's salt. *who* is its header with credentials, and *asked* is the cache_salt in its body."""
+        """Return a request's salt. *who* is its header with credentials, *asked* is the `cache_salt` in its body."""
         if self._keys is None:
             return asked
         scheme, _, token = who.partition(" ")

@@ -1,4 +1,4 @@
-"""`Replica`: one of the servers behind the router, with its known health and load."""
+"""`Replica`: one of the servers behind the router, with its last known health and load."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class Health(StrEnum):
 
 
 class Replica:
-    """A server, with its address, its health, and its requests that have not ended. Owned by the event loop."""
+    """A server behind the router: its address, its health, and its unfinished requests. Owned by the event loop."""
 
     def __init__(self, name: str, url: str = "", health: Health = Health.UNKNOWN) -> None:
         """Create a replica. *url* is its HTTP address, or empty if the replica is not called over HTTP."""
@@ -35,17 +35,20 @@ class Replica:
 
     @property
     def num_sent(self) -> int:
-        """Number of requests that this router has sent and that have not ended."""
+        """Number of unfinished requests that this router has sent to the replica."""
         return self._num_requests
 
     @property
     def load(self) -> Load:
-        """Known load of the replica. Its waiting tokens are only those of requests that this router has sent."""
+        """Known load of the replica. The waiting tokens do not include requests that other routers have sent."""
         return Load(self._num_requests + self.num_elsewhere, self._num_waiting_tokens)
 
     @contextmanager
     def working(self, num_tokens: int) -> Iterator["Work"]:
-        """Count a request at the replica within the context. *num_tokens* of its prompt must be computed."""
+        """Count a request as load of the replica while the context is open.
+
+        *num_tokens* is the number of prompt tokens that the replica must compute for the request.
+        """
         work = Work(self, num_tokens)
         self._num_requests += 1
         self._num_waiting_tokens += num_tokens
@@ -56,18 +59,18 @@ class Replica:
             self._num_requests -= 1
 
     def computed(self, num_tokens: int) -> None:
-        """Subtract *num_tokens* prompt tokens that no longer wait to be computed."""
+        """Record that *num_tokens* prompt tokens no longer wait to be computed."""
         self._num_waiting_tokens -= num_tokens
 
 
 class Work:
-    """A request at a replica, whose prompt counts as waiting until its answer begins."""
+    """A request at a replica. Its prompt tokens count as waiting until its answer begins."""
 
     def __init__(self, replica: Replica, num_tokens: int) -> None:
         self._replica = replica
         self._num_tokens = num_tokens
 
     def begin(self) -> None:
-        """Stop counting the prompt as waiting, because the answer begins or never will."""
+        """Stop counting the prompt tokens as waiting, because the answer has begun or the request has ended."""
         self._replica.computed(self._num_tokens)
         self._num_tokens = 0

@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 4.0  # rough estimate for a text whose tokens are not known
 
 
 class Sessions:
-    """The replicas of the *limit* most recent conversations."""
+    """A table of which replica served each of the *limit* most recent conversations."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,11 +35,11 @@ class Sessions:
         return len(self._replicas)
 
     def replica_of(self, session: Hashable) -> str | None:
-        """Return the replica that had the session last, or None if it is not known."""
+        """Return the replica that served the conversation last, or None if it is unknown."""
         return self._replicas.get(session)
 
     def keep(self, session: Hashable, replica: str) -> None:
-        """Record that *replica* has the session now."""
+        """Record that *replica* now serves the conversation."""
         self._replicas[session] = replica
         self._replicas.move_to_end(session)
         if len(self._replicas) > self._limit:
@@ -51,14 +51,20 @@ class Sessions:
 
 
 class HashRing:
-    """A ring for consistent hashing: each replica has points on the ring, and a key goes to the replica after it."""
+    """A ring for consistent hashing.
+
+    Each replica has many points on the ring. A key belongs to the replica whose point is the next one after the key.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._points = sorted((_place(f"{name} {i}".encode()), name) for name in names for i in range(_POINTS))
         self._num_names = len(names)
 
     def order(self, key: bytes) -> list[str]:
-        """Return all replicas in the order in which they follow *key*. Removing one keeps the order of the others."""
+        """Return all replicas in the order in which they follow *key* on the ring.
+
+        The order of the other replicas stays the same if a replica is removed.
+        """
         start = bisect(self._points, (_place(key), ""))
         found: dict[str, None] = {}
         for i in range(len(self._points)):
@@ -74,10 +80,11 @@ def _place(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """A prompt in the form in which the index looks it up.
+    """A prompt in the form in which the prefix index looks it up.
 
-    *views* has the prompt's prefixes in one or several step sizes. The first view is recorded when the prompt is sent.
-    *ring_key* is the key for consistent hashing, from the prompt's first tokens.
+    *views* has the fingerprints of the prompt's prefixes, once for each block size that replicas use. Only the first
+    view is recorded when the prompt is sent to a replica. *ring_key* is the prompt's key on the `HashRing`, from its
+    first tokens.
     """
 
     num_tokens: int
@@ -88,16 +95,16 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The choice of a replica, and how much of the prompt the chosen replica had cached."""
+    """The choice of a replica for a prompt, and how much of the prompt that replica has cached."""
 
     choice: Choice
     matched: Matched
 
 
 class Router:
-    """The router's state, which it learns from replicas' KV events and from the prompts sent to them.
+    """The known state of all replicas, and the choice of a replica for each prompt.
 
-    Owned by the event loop.
+    The state comes from the replicas' KV events and from the prompts that were sent to them. Owned by the event loop.
     """
 
     def __init__(
@@ -132,7 +139,7 @@ class Router:
         self.index.add(replica.name)
 
     def remove(self, name: str) -> None:
-        """Remove a replica for good, and forget all that is known of it."""
+        """Remove a replica, and forget its prefixes and conversations."""
         del self._replicas[name]
         self._ring = HashRing(sorted(self._replicas))
         self.index.remove(name)
@@ -141,8 +148,11 @@ class Router:
     def prompt(self, question: Question, tokens: TokenArray | None, salt: str | None, who: str) -> RoutedPrompt:
         """Return the question's prompt in the form in which the index looks it up.
 
-        *salt* is the salt with which replicas name the prompt's blocks. If *tokens* is None, the prompt's text is only
-        compared with earlier texts of the same client *who*.
+        Args:
+            question: The prompt of a request.
+            tokens: The prompt's token ids. If None, the prompt's text is compared with earlier texts of the client.
+            salt: The salt in the names of the prompt's blocks.
+            who: The header with the client's credentials. Texts of different clients are not compared.
         """
         if tokens is None or not self.index.block_sizes:
             return self._by_text(question, len(tokens) if tokens is not None else None, who)
@@ -164,7 +174,7 @@ class Router:
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
     def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
-        """Return how much of the prompt each replica has, using the step size that finds most for the replica."""
+        """Return how much of the prompt each replica has: the most that any of the prompt's views finds."""
         best: dict[str, Matched] = {}
         for view in prompt.views:
             for name, matched in self.index.matched(view).items():
@@ -173,7 +183,7 @@ class Router:
         return best
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
-        """Return the choice of a replica that was not *tried* for the prompt, or None if no such replica is open."""
+        """Return the best open replica for the prompt that is not among *tried*, or None if there is none."""
         matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)
@@ -185,33 +195,36 @@ class Router:
         return None if choice is None else Routed(choice, matched.get(choice.name, NOTHING))
 
     def sent(self, prompt: RoutedPrompt, name: str) -> None:
-        """Record that the prompt was sent to the replica, which will have it soon."""
+        """Record that the prompt was sent to the replica *name*, which should soon have it cached."""
         if prompt.views:
             self.index.expect(name, prompt.views[0])
         if prompt.session is not None:
             self.sessions.keep(prompt.session, name)
 
     def refused(self, prompt: RoutedPrompt, name: str) -> None:
-        """Record that the replica has not computed the prompt and will not."""
+        """Record that the replica *name* will not compute a prompt that was sent to it."""
         if prompt.views:
             self.index.expect_no_longer(name, prompt.views[0])
 
     def any_open(self, key: bytes, tried: Collection[str] = ()) -> str | None:
-        """Return a replica for a request without a prompt: always the same one for a *key* while it is open."""
+        """Return an open replica for a request without a prompt, or None if there is none.
+
+        The same *key* always gets the same replica while that replica is open.
+        """
         order = self._ring.order(key)
         return next((name for name in order if self.replicas[name].is_open and name not in tried), None)
 
     def learn(self, name: str, batch: EventBatch) -> None:
-        """Apply a batch of a replica's KV events."""
+        """Apply a batch of KV events of the replica *name*."""
         for event in batch.events:
             self.index.learn(name, event)
 
     def forget(self, name: str) -> None:
-        """Forget the prefixes of a replica."""
+        """Forget the prefixes of the replica *name*."""
         self.index.forget(name)
 
     def mark_dead(self, name: str) -> None:
-        """Mark the replica as dead, and forget its prefixes and conversations."""
+        """Mark the replica *name* as dead, and forget its prefixes and conversations."""
         replica = self.replicas[name]
         if replica.health is not Health.DEAD:
             replica.health = Health.DEAD

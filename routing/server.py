@@ -1,4 +1,4 @@
-"""`RouteServer`: the router on its port, with its background tasks."""
+"""`RouteServer`: the router as an HTTP server, with its background tasks."""
 
 import asyncio
 import contextlib
@@ -37,12 +37,15 @@ LOOK_S = 0.05  # pause between two checks whether all answers have ended
 
 
 class RouteServer:
-    """The router on a socket that is bound already. `run` runs until `stop`."""
+    """The router as an HTTP server on a socket that is already bound. `run` serves until `stop` is called."""
 
     def __init__(
         self, config: RouteConfig, bound: socket.socket, operators: Operators | None = None, keys: ApiKeys | None = None
     ) -> None:
-        """Create the server on its event loop. *operators* may drain replicas; *keys* are the replicas' API keys."""
+        """Create the server. This must be called on its event loop.
+
+        *operators* are the users who may drain replicas; None disables draining. *keys* are the replicas' API keys.
+        """
         self.router = Router(config.policy, config.index, on_dead=self._on_dead)
         for each in config.replicas:
             self.router.add(Replica(each.name, each.url))
@@ -70,16 +73,16 @@ class RouteServer:
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
-        """Receive all events of the replica again, because it may only have been unreachable."""
+        """Prepare to receive all events of a dead replica again, because it may only have been unreachable."""
         if name in self.feeds:
             self.feeds[name].start_over()
 
     def stop(self) -> None:
-        """Begin to drain, then end. Call this on the event loop."""
+        """Start the shutdown: `run` drains the server and then returns. Call this on the event loop."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Route until `stop`. Raise the error of a background task that failed."""
+        """Serve until `stop` is called. If a background task fails, raise its error."""
         async with self._ends:
             await self._health.look()
             server = _server(self._config, self.app, self.metrics)
@@ -104,18 +107,18 @@ class RouteServer:
             yield feed.run()
 
     async def _drain(self) -> None:
-        """Refuse new requests, and wait up to `drain_s` for running ones."""
+        """Refuse new requests, and wait for running ones, at most `drain_s` seconds."""
         self.app.is_ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
                 while self.app.num_running:
                     await asyncio.sleep(LOOK_S)
         if self.app.num_running:
-            log.warning("%d answers were not complete within %g s", self.app.num_running, self._config.drain_s)
+            log.warning("shutdown: %d answers are incomplete after %g s", self.app.num_running, self._config.drain_s)
 
 
 def _session(config: RouteConfig) -> ClientSession:
-    """Return the client session for replicas, which keeps connections and adds nothing of its own to a request."""
+    """Return the HTTP client for replicas. It reuses connections, and adds no headers of its own to a request."""
     return ClientSession(
         connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
         timeout=ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=config.timeout_s),
@@ -134,13 +137,13 @@ def _server(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> AsgiSe
         max_per_address=config.max_connections_per_address,
     )
     gate = Gate(limits, lambda why: metrics.failures.labels(why).inc())
-    # The Date header is the replica's. X-Forwarded-For is not evaluated here, because the router must append the
-    # address of the connected client to it.
+    # The replica sets the Date header. The server does not evaluate X-Forwarded-For, because the router must append
+    # the address of the connected client to it.
     return AsgiServer(app, gate, LEAVING_S, date_header=False, proxy_headers=False)
 
 
 def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return the rules that refuse requests from web pages of other sites, or None if the replicas need a key."""
+    """Return the rules that refuse requests from web pages of other sites, or None if the replicas need API keys."""
     if keys is not None:
         return None
     return BrowserRules.of(
@@ -153,5 +156,5 @@ def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | N
 
 
 def keys_of(config: RouteConfig) -> ApiKeys | None:
-    """Return the replicas' keys. Raise ValueError if the file cannot be used."""
+    """Return the replicas' API keys, or None if no key file is configured. Raise ValueError if the file is invalid."""
     return ApiKeys.of(config.api_keys)

@@ -1,4 +1,4 @@
-"""`TokenCache`: the tokens of the most recent prompts."""
+"""`TokenCache`: a cache of the token ids of recent prompts."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,12 +19,15 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def tokens_in(answer: bytes) -> TokenArray:
-    """Return the tokens in an answer of `/tokenize`. Raise `msgspec.MsgspecError` or OverflowError if it has none."""
+    """Return the token ids in an answer of `/tokenize`.
+
+    Raises `msgspec.MsgspecError` or OverflowError if the answer has no valid token ids.
+    """
     return np.array(_ANSWER.decode(answer).tokens, dtype=np.uint32)
 
 
 class TokenCache:
-    """A cache of the newest answers of `/tokenize`, with at most *limit* tokens in all. Owned by one thread."""
+    """A cache of recent answers of `/tokenize`, with at most *limit* tokens in total. Owned by one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,9 +35,9 @@ class TokenCache:
         self._num_kept = 0  # tokens of all answers
 
     def get(self, asker: str, body: bytes) -> TokenArray | None:
-        """Return the answer to *body*, a request to `/tokenize`, if it was kept for the same *asker*, else None.
+        """Return the cached answer to the request *body* of the client *asker*, or None.
 
-        Askers share no answers, because an answer without delay would reveal that another client has sent the text.
+        Clients share no answers, because a fast answer would reveal that another client has sent the same text.
         """
         key = _key(asker, body)
         if key in self._kept:
@@ -42,7 +45,7 @@ class TokenCache:
         return self._kept.get(key)
 
     def keep(self, asker: str, body: bytes, tokens: TokenArray) -> None:
-        """Keep the answer for *asker*."""
+        """Cache the answer to the request *body* of the client *asker*."""
         key = _key(asker, body)
         if key not in self._kept:
             self._kept[key] = tokens
@@ -53,12 +56,12 @@ class TokenCache:
 
 
 def asking(tokenize: Mapping[str, object]) -> bytes:
-    """Return the body of a request to `/tokenize`."""
+    """Return the request *tokenize* to `/tokenize` as JSON."""
     return msgspec.json.encode(tokenize)
 
 
 def client_key(who: str, salt: str | None) -> str:
-    """Return the key that keeps clients apart: the header with the credentials, and the request's salt."""
+    """Return the name of a client in the cache, from the header with its credentials and the request's salt."""
     return repr((who, salt))
 
 

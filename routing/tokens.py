@@ -1,4 +1,4 @@
-"""`Tokens`: the tokens of questions, which the router requests from replicas."""
+"""`Tokens`: gets the token ids of prompts from replicas, because the router has no tokenizer."""
 
 import asyncio
 import logging
@@ -23,11 +23,11 @@ _NOT_FOUND = (404, 405)
 
 
 class Tokens:
-    """The tokens of questions, from `/tokenize` of the least busy replica.
+    """A client of the replicas' route `/tokenize`, which returns the token ids of a prompt.
 
-    The router itself has neither the tokenizer nor the chat template. It caches the newest answers, separately for each
-    client. A replica without the route is asked again after a minute, because it may have been upgraded. Owned by the
-    event loop.
+    The router itself has neither the tokenizer nor the chat template. It asks the least busy replica, and caches recent
+    answers separately for each client. A replica without the route is not asked for a minute. Then it is tried again,
+    because it may have been upgraded. Owned by the event loop.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Tokens:
     async def of(
         self, question: Question, replicas: Iterable[Replica], credentials: Mapping[str, str]
     ) -> TokenArray | None:
-        """Return the question's tokens, or None if no replica returns them in time.
+        """Return the token ids of the question's prompt, or None if no replica returns them in time.
 
-        *credentials* are the request's headers with the client's credentials for the replica.
+        *credentials* are the headers with the client's credentials, which are sent to the replica.
         """
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
@@ -79,24 +79,25 @@ class Tokens:
         return None
 
     async def _look_for_route(self, replica: Replica, headers: Mapping[str, str]) -> None:
-        """Find out whether a 404 was caused by a missing route or by the client's request, such as an unknown model.
+        """Find out whether a replica that answered 404 lacks the route `/tokenize`, and remember the result.
 
-        Every server that has the route reports an error for a body without a prompt. A server without it answers 404.
+        A 404 may also be caused by the client's request, such as an unknown model. So this sends a body without a
+        prompt: a server without the route answers 404 again, and a server with the route reports another error.
         """
         status, _ = await self._post(replica, b"{}", headers)
         is_lacking = status in _NOT_FOUND
         (self._unable if is_lacking else self._able)[replica.name] = self._clock() + BELIEVED_S
         if is_lacking:
-            log.warning("%s has no /tokenize, so prompts are compared as text", replica.name)
+            log.warning("replica %s has no route /tokenize, so the router compares prompts as text", replica.name)
 
     async def _post(self, replica: Replica, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return the status and the content of the answer. Raise ClientError if the answer is too long."""
+        """Return the status and the body of the answer. Raise ClientError if the body is too long."""
         async with self._session.post(f"{replica.url}/tokenize", data=body, headers=headers) as answer:
             content = bytearray()
             async for piece in answer.content.iter_any():
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:
-                    raise ClientError("the answer is too long")
+                    raise ClientError("the answer of /tokenize is too long")
             return answer.status, bytes(content)
 
     def _believed(self, until: Mapping[str, float], replica: Replica) -> bool:

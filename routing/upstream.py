@@ -1,4 +1,4 @@
-"""The upstream side of the router: one request to a replica, and its answer."""
+"""The router's HTTP requests to replicas, and their answers."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
@@ -41,9 +41,9 @@ _OF_THE_ROUTER = frozenset({b"host", b"content-length", b"expect", b"x-request-i
 
 
 class NoAnswer(Exception):
-    """Raised if a replica did not answer, so nothing was sent to the client.
+    """Raised if a replica did not answer. Nothing has been sent to the client yet.
 
-    *why* is "connect", "died" or "timeout". If *was_connected*, the replica may have executed the request.
+    *why* is "connect", "died" or "timeout". If *was_connected* is true, the replica may have executed the request.
     """
 
     def __init__(self, why: str, was_connected: bool) -> None:
@@ -53,7 +53,7 @@ class NoAnswer(Exception):
 
 
 class Broken(Exception):
-    """Raised if a replica's answer ended too early. *why* is "died" if the connection broke, or "timeout"."""
+    """Raised if a replica's answer ended too early. *why* is "died" if the connection was lost, else "timeout"."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -62,7 +62,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as a client sent it. *target* is its path and query, *headers* has the headers to forward."""
+    """A client's request to be sent to a replica. *target* is its path and query, *headers* the headers to forward."""
 
     method: str
     target: bytes
@@ -72,7 +72,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A replica's answer. *first* is the first part of the body, or all of it if *is_whole*. *rest* has the rest."""
+    """A replica's answer. *first* is the first part of its body, and *rest* yields the other parts.
+
+    If *is_whole* is true, *first* is the complete body.
+    """
 
     status: int
     headers: Headers
@@ -82,7 +85,7 @@ class Answer:
 
     @property
     def is_events(self) -> bool:
-        """Whether the answer is a stream of server-sent events, to which another event can be added."""
+        """Whether the answer is an uncompressed stream of server-sent events, so that an event can be appended."""
         headers = dict(self.headers)
         is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
         return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
@@ -90,13 +93,13 @@ class Answer:
 
 @asynccontextmanager
 async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncIterator[Answer]:
-    """Yield the answer of the replica at *url*.
+    """Send a request to the replica at *url*, and yield the answer.
 
-    *session* must have the middleware `no_retry`. Leaving the context tells the replica that the answer is no longer
-    read. `Answer.rest` raises `Broken`.
+    *session* must have the middleware `no_retry`. If the context ends before the answer does, the connection is closed,
+    which tells the replica to stop. `Answer.rest` raises `Broken` if the answer ends too early.
 
     Raises:
-        NoAnswer: If no part of an answer has arrived.
+        NoAnswer: If the replica failed before any part of its answer could be forwarded.
         ApiError: If HTTP does not allow the request.
     """
     with closing(await _response(session, url, asked)) as response:
@@ -110,25 +113,26 @@ async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncItera
 
 
 async def _response(session: ClientSession, url: str, asked: Asked) -> ClientResponse:
-    """Return the answer's head."""
+    """Send the request, and return the response when its status and headers have arrived."""
     try:
         # The target must begin with a slash, or it would become part of the replica's address. It is sent unchanged.
         if not asked.target.startswith(b"/"):
-            raise ValueError("its target is not a path")
+            raise ValueError("its target must be a path that begins with a slash")
         target = URL(url + asked.target.decode("ascii"), encoded=True)
         headers = [(name.decode(), value.decode()) for name, value in asked.headers]
         body = BytesIO(asked.body) if asked.body else None
         return await session.request(asked.method, target, headers=headers, data=body, allow_redirects=False)
     except ValueError as error:  # first, because aiohttp's error for a URL is also a ClientError
-        raise ApiError(400, f"the request cannot be passed on: {error}", code="invalid_request") from None
+        raise ApiError(400, f"the request cannot be forwarded: {error}", code="invalid_request") from None
     except (ClientError, OSError) as error:
         raise NoAnswer(_why(error), was_connected=True) from None
 
 
 async def no_retry(request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
-    """Send a request only once, because aiohttp would repeat GET, PUT and other methods after a failure.
+    """Send a request only once, and raise `NoAnswer` if it fails.
 
-    This is a middleware for a `ClientSession`. It raises `NoAnswer` after the first failure.
+    This is a middleware for a `ClientSession`. Without it, aiohttp would repeat GET, PUT and other methods after a
+    failure.
     """
     try:
         return await handler(request)
@@ -151,10 +155,11 @@ def _why(error: Exception) -> str:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: str) -> Headers:
-    """Return those of a request's *headers* that are forwarded, with x-forwarded-for and x-request-id.
+    """Return the headers to send to a replica: the client's *headers* with x-forwarded-for and x-request-id.
 
-    The address *client* is appended to the addresses of earlier proxies in x-forwarded-for. The header origin is left
-    out if it is the router's own address, because the replica would take the router for a foreign site.
+    Headers that concern only the connection to the router are left out. The address *client* is appended to
+    x-forwarded-for. The header origin is left out if it is the router's own address, because the replica would take
+    that address for a foreign site.
     """
     headers = [*headers]
     of_router = _OF_THE_ROUTER.union([b"origin"] if is_same_origin(datastructures.Headers(raw=headers)) else [])
@@ -164,7 +169,7 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], client: str, request_id: s
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the *headers* that do not belong to a single connection."""
+    """Return the *headers* without hop-by-hop headers, which concern only one connection."""
     headers = [*headers]
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     of_connection = _HOP_BY_HOP | {each.strip().lower() for each in named.split(b",")}

@@ -1,4 +1,4 @@
-"""The two outermost layers of every request: `Access` gives it an id, logs and counts it; `KeyCheck` checks its key."""
+"""The two outermost layers of the server: `Access` logs and counts all requests, `KeyCheck` checks their API keys."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ CLIENT_LEFT = 499  # nginx's number, for logs and metrics: the client disconnect
 
 
 class Access:
-    """The outermost ASGI layer: gives a request its id, and logs and counts it when it has ended."""
+    """The outermost ASGI layer. It gives each request an id, and logs and counts the request when it has ended."""
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
@@ -62,7 +62,10 @@ class Access:
                 self._entrance.tracer.end(_ended(span, facts, status, seconds))
 
     def _begin_span(self, scope: Scope, facts: Facts) -> Span | None:
-        """Return the span of a request that is traced, else None. Record the trace id for the log in either case."""
+        """Return a new tracing span for the request, or None if the request is not traced.
+
+        In both cases, the trace id is recorded in *facts* for the log.
+        """
         header, path = Headers(scope=scope).get("traceparent"), label_of(scope["path"])
         if (tracer := self._entrance.tracer) is None or path in QUIET:
             facts.trace = TraceContext.of(header)
@@ -91,7 +94,7 @@ class Access:
 
 
 def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
-    """Return *span* with its end and with the outcome of its request."""
+    """Return a copy of *span* with its end time and the outcome of its request."""
     known: dict[str, Attribute | None] = {
         **span.attributes,
         "http.response.status_code": status,
@@ -103,9 +106,9 @@ def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
 
 
 class KeyCheck:
-    """A filter that passes on requests with a known API key, and records the key's tenant.
+    """An ASGI layer that refuses requests without a known API key, and records the tenant of the key.
 
-    Without a key file, it passes on all requests except those that browsers send for web pages of other sites.
+    If the server has no key file, the layer only refuses requests that browsers send for web pages of other sites.
     """
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
@@ -113,7 +116,7 @@ class KeyCheck:
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or pass the request on to the inner app."""
+        """Refuse the request with 401 or 403, or pass it on to the inner app."""
         refusal = None
         if scope["type"] == "http":
             refusal = self._of_browser(scope)
@@ -154,6 +157,6 @@ class KeyCheck:
 
 
 def _key_of(headers: Headers) -> str | None:
-    """Return the request's API key: a bearer token from OpenAI's clients, a header from Anthropic's."""
+    """Return the request's API key: the bearer token of OpenAI's clients, or the header x-api-key of Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

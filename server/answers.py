@@ -1,8 +1,8 @@
-"""Structs that the server's JSON answers are encoded from. The OpenAPI document describes answers by the same structs.
+"""Structs of the server's JSON answers. The OpenAPI document is generated from the same structs.
 
-Structs of answers that other servers send as well are in the modules that build them: errors in `web/api_error.py` and
+Some answers are also sent by other servers of kvtier, so their structs are elsewhere: errors in `web/api_error.py` and
 `web/error_response.py`, the dashboard's history in `web/dashboard/routes.py`, and explanations in
-`engine/observability/explain/explanation_object.py`. Statistics and answers to operators' verbs are dicts, because
+`engine/observability/explain/explanation_object.py`. Statistics and answers to operators' requests are dicts, because
 their fields vary.
 """
 
@@ -16,7 +16,7 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """The number of prompt tokens that were loaded from the cache, not computed."""
+    """The number of prompt tokens that were loaded from the cache instead of computed."""
 
     cached_tokens: int
 
@@ -31,7 +31,10 @@ class UsageObject(msgspec.Struct, frozen=True):
 
 
 class TokenSources(msgspec.Struct, frozen=True):
-    """The number of prompt tokens from each tier, and of *recomputed* ones. They add up to the prompts' length."""
+    """The number of prompt tokens that were loaded from each tier or *recomputed*.
+
+    The numbers add up to the length of the request's prompts.
+    """
 
     device: int
     host: int
@@ -41,10 +44,10 @@ class TokenSources(msgspec.Struct, frozen=True):
 
 
 class KvtierObject(msgspec.Struct, frozen=True):
-    """The tiers that the prompts' tokens came from, and the reasons why some tokens were computed.
+    """The use of the cache by a request: where its prompts' tokens came from, and why some tokens were computed.
 
-    *pinned* tells whether the prompts that the request asked to pin are pinned. *left_out* lists the keywords of the
-    request's JSON schemas that are not enforced.
+    *ttft_s* is the time to first token. *pinned* tells whether the prompts that the request asked to pin are pinned.
+    *left_out* lists the keywords of the request's JSON schemas that are not enforced.
     """
 
     tokens: TokenSources
@@ -56,7 +59,7 @@ class KvtierObject(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """The log probability and the rank of one token at one position of a prompt."""
+    """The log probability of one token at one position of a prompt, and its rank among all tokens."""
 
     logprob: float
     rank: int
@@ -70,7 +73,7 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """The log probabilities of an answer's tokens, and of the likeliest tokens at each position.
 
-    Both are null for the first token of an echoed prompt.
+    If the answer begins with the prompt (`echo`), both are null for the prompt's first token.
     """
 
     tokens: list[str]
@@ -90,7 +93,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True):
-    """The continuations of all prompts of a request."""
+    """The answer of `/v1/completions`: the continuations of all prompts of a request."""
 
     id: str
     object: Literal["text_completion"]
@@ -123,7 +126,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class ToolCallFunction(msgspec.Struct, frozen=True):
-    """The function that a tool call names. *arguments* is JSON text."""
+    """The name of a called function, and its *arguments* as JSON text."""
 
     name: str
     arguments: str
@@ -156,7 +159,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """All continuations of a conversation."""
+    """The answer of `/v1/chat/completions`: all continuations of a conversation."""
 
     id: str
     object: Literal["chat.completion"]
@@ -169,10 +172,10 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Anthropic's token counts. The three counts of input tokens add up to the prompt.
+    """Token counts in Anthropic's format. The three counts of input tokens add up to the prompt's length.
 
-    *cache_read_input_tokens* were read from the cache. *cache_creation_input_tokens* were computed, and are now kept
-    for a `cache_control` of the request. *input_tokens* are the rest.
+    *cache_read_input_tokens* counts the tokens that were read from the cache. *cache_creation_input_tokens* counts the
+    computed tokens that the cache now keeps because of a `cache_control`. *input_tokens* counts all others.
     """
 
     input_tokens: int
@@ -200,7 +203,7 @@ MessageBlock: TypeAlias = MessageText | MessageToolUse
 
 
 class MessageStart(msgspec.Struct, frozen=True):
-    """The beginning of Anthropic's answer to a conversation, as a stream sends it."""
+    """The fields of `/v1/messages`' answer that a stream sends first."""
 
     id: str
     type: Literal["message"]
@@ -213,7 +216,7 @@ class MessageStart(msgspec.Struct, frozen=True):
 
 
 class MessageAnswer(MessageStart, frozen=True):
-    """Anthropic's answer to a conversation."""
+    """The whole answer of `/v1/messages`."""
 
     kvtier: KvtierObject
 
@@ -240,7 +243,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class ModelObject(msgspec.Struct, frozen=True):
-    """The model, or one of its adapters, whose *parent* is the model."""
+    """The served model, or one of its adapters. The *parent* of an adapter is the model."""
 
     id: str
     object: Literal["model"]
@@ -266,7 +269,10 @@ class DocumentPin(msgspec.Struct, frozen=True):
 
 
 class DocumentObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A document without its text. If its file is damaged, it has only id, object, status, error and file."""
+    """A stored document, without its text.
+
+    If the document's file is damaged, only the fields id, object, status, error and file are present.
+    """
 
     id: str | None
     object: Literal["document"]
@@ -303,7 +309,7 @@ class DocumentDeleted(msgspec.Struct, frozen=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """The status of the server. *stage* is the current step of loading the model; it is absent afterwards."""
+    """The status of the server. While the model is loading, *stage* is the current step; later it is absent."""
 
     status: str
     stage: str | UnsetType = UNSET

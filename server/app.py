@@ -1,4 +1,4 @@
-"""Parts of both LoadingApp and ServingApp: common routes, error responses, and the Switch between the two."""
+"""Parts that `LoadingApp` and `ServingApp` share: common routes, error responses, and the `Switch` between the apps."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -22,13 +22,13 @@ from kvtier.web.paths import HEALTH, METRICS, VERSION
 
 
 class App(Protocol):
-    """An app that answers requests while the model is being loaded, or after that."""
+    """An app that answers requests while the model is loading (`LoadingApp`), or afterwards (`ServingApp`)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI defines it."""
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide the shared resources, such as places in the queue, among *num_tenants* tenants from now on."""
+        """Divide shared resources, such as places in the queue, among *num_tenants* tenants from now on."""
 
     def end(self) -> None:
         """Refuse requests from now on, because the server is shutting down."""
@@ -81,7 +81,7 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Answer an error that Starlette raises: an unknown route, or a method that the route does not support."""
+    """Answer a request for which Starlette raised an error: an unknown route, or a method that the route lacks."""
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message = f"no such route: {request.method} {request.url.path}; {_known(request)}"
@@ -89,7 +89,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _known(request: Request) -> str:
-    """Return a sentence that lists the routes, after a question with the route that was probably meant."""
+    """Return the part of an error message that suggests the closest route and lists all routes."""
     routes = {route.path for route in request.app.routes if isinstance(route, Route)}
     paths = sorted(path for path in routes if not path.startswith(ASSETS))
     near = get_close_matches(request.url.path, paths, 1)

@@ -1,4 +1,4 @@
-"""build_server: the one place where the parts of a server are created and connected."""
+"""build_server: creates and connects all parts of a server of `kvtier serve`."""
 
 import socket
 import time
@@ -37,7 +37,7 @@ def build_server(
     operating: Operating | None = None,
     shows_bars: bool = False,
 ) -> HttpServer:
-    """Return a server of *model*, which requests call *model_name*. The model is loaded when the server runs.
+    """Return a server of *model*. Requests use the name *model_name*. The model is loaded when the server runs.
 
     *operating* carries out operators' requests, such as evicting blocks; None disables them. With *shows_bars*,
     transformers shows progress bars on stderr while it loads the weights. Raises ValueError if an adapter has the same

@@ -1,4 +1,4 @@
-"""CacheControl: Anthropic's `cache_control` of a part of a prompt, which keeps the prompt up to that part."""
+"""CacheControl: Anthropic's `cache_control`, which keeps a prompt in the cache up to the end of one of its parts."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,9 +10,10 @@ TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to keep the prompt up to the end of this part, until *ttl* (5 minutes or 1 hour) after its last read.
+    """A breakpoint: a request to keep the prompt in the cache, up to the end of the part that has this object.
 
-    Anthropic's *scope*, which says who may read the kept prompt, is accepted and ignored.
+    The prompt is kept until *ttl* (5 minutes or 1 hour) after it was last read. Anthropic's *scope*, which says who may
+    read the kept prompt, is accepted and ignored.
     """
 
     type: Literal["ephemeral"]
@@ -26,7 +27,10 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_breakpoints(controls: Sequence[CacheControl]) -> None:
-    """Raise ValueError if a prompt has more than 4 breakpoints, or one with the ttl 1h after one with the ttl 5m."""
+    """Raise ValueError if the breakpoints of a prompt violate Anthropic's rules.
+
+    A prompt may have at most 4 breakpoints, and those with a ttl of 1h must come before those with a ttl of 5m.
+    """
     if len(controls) > MAX_BREAKPOINTS:
         raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MAX_BREAKPOINTS} at most")
     if [each.ttl for each in controls] != sorted((each.ttl for each in controls), key=TTL_S.__getitem__, reverse=True):

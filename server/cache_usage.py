@@ -1,4 +1,4 @@
-"""CacheUsage: a prompt's tokens as Anthropic's `usage` counts them: read from the cache, newly kept, or neither."""
+"""CacheUsage: the counts of Anthropic's `usage`: tokens read from the cache, tokens newly kept in it, and others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +13,18 @@ _TTL = {ttl_s: ttl for ttl, ttl_s in TTL_S.items()}
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """Counts of read, created and other tokens, which add up to the prompt.
+    """The tokens of a prompt, counted as read, created or other. The counts add up to the prompt's length.
 
-    A token counts as *created* if it was computed, if a breakpoint of the request keeps it now, and if it was not kept
-    before.
+    A token counts as *created* if it was computed, and if this request's `cache_control` is the first to keep it.
     """
 
     num_read: int  # loaded from any tier, kept or not
     created: Mapping[str, int]  # by the ttl of the first breakpoint after the token
-    num_other: int  # computed, and either not kept now, or kept before (computing was faster than loading)
+    num_other: int  # computed, and either not kept, or already kept before (computing was faster than loading)
 
     @classmethod
     def of(cls, tokens: TokenBalance, kept: Keeping) -> "CacheUsage":
-        """Return the usage of a prompt with this token balance and this *kept* part."""
+        """Return the counts of a prompt, from the sources of its *tokens* and the part that the cache has *kept*."""
         num_read = tokens.num_tokens - tokens.recomputed
         end, created = max(num_read, kept.num_before), dict.fromkeys(TTL_S, 0)
         for each in kept.breakpoints:
@@ -45,5 +44,5 @@ class CacheUsage:
         )
 
     def creation(self) -> dict[str, int]:
-        """Return the object `cache_creation`."""
+        """Return the object `cache_creation` of Anthropic's `usage`: the created tokens by ttl."""
         return {f"ephemeral_{ttl}_input_tokens": num_tokens for ttl, num_tokens in self.created.items()}

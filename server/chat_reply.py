@@ -1,4 +1,4 @@
-"""ChatReply: how `/v1/chat/completions` writes its answers."""
+"""ChatReply: writes the answers of `/v1/chat/completions`."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,11 @@ from kvtier.web.event_stream import DONE, data_event
 
 
 class ChatReply:
-    """A `Reply`. A choice's first chunk has the role, the next ones text and calls, the last one the finish reason."""
+    """A `Reply` in the format of `/v1/chat/completions`.
+
+    In a stream, the first chunk of a choice has the role. The next chunks have its text and tool calls, and the last
+    chunk has the finish reason.
+    """
 
     def __init__(
         self,
@@ -48,8 +52,8 @@ class ChatReply:
         self._tools = tools
         self._tells_logprobs = tells_logprobs
         self._options = options
-        self._readers: dict[int, Reader] = {}  # of choices that have begun
-        self._calling: set[int] = set()  # choices with a call
+        self._readers: dict[int, Reader] = {}  # by index of a choice that has begun
+        self._calling: set[int] = set()  # indexes of choices with a tool call
         self._counted = CountedTokens()
 
     def whole(self, answers: Sequence[Answer]) -> ChatAnswer:
@@ -90,8 +94,8 @@ class ChatReply:
         return data_event(error.content())
 
     def _scores(self, done: Completion) -> PromptLogprobs | UnsetType:
-        """Return the log probabilities of the prompt's tokens; UNSET if the request does not ask for them."""
-        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # each score has only as many tokens as were asked for
+        """Return the log probabilities of the prompt's tokens, or UNSET if the request does not ask for them."""
+        scores, limit = done.prompt_logprobs, MAX_LOGPROBS  # each score has only as many tokens as the request asks for
         return prompt_logprobs(scores, limit, self._text) if scores else UNSET
 
     def _whole_choice(self, answer: Answer) -> ChatChoice:
@@ -114,7 +118,7 @@ class ChatReply:
         return [*reader.push(piece.text), *([] if piece.completion is None else reader.end())]
 
     def _written(self, index: int, delta: Delta) -> dict[str, object]:
-        """Return the `delta` of a chunk."""
+        """Return *delta* in OpenAI's format, for the field `delta` of a chunk."""
         match delta:
             case TextDelta(text):
                 return {"content": text}
@@ -159,12 +163,12 @@ class ChatReply:
 
 
 def finish_reason(completion: Completion, *, has_calls: bool) -> str:
-    """Return OpenAI's finish reason of a choice."""
+    """Return the finish reason of a choice in OpenAI's terms."""
     is_stopped = completion.finish_reason is FinishReason.STOP
     return "tool_calls" if has_calls and is_stopped else str(completion.finish_reason)
 
 
 def _call(name: str, arguments: str) -> ToolCall:
-    """Return a call with a unique id."""
+    """Return a tool call with a new unique id."""
     function = ToolCallFunction(name=name, arguments=arguments)
     return ToolCall(id=f"call_{uuid.uuid4().hex}", type="function", function=function)

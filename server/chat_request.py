@@ -1,4 +1,4 @@
-"""ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template turns into a prompt."""
+"""ChatRequest: the body of `POST /v1/chat/completions`, and its conversion to a prompt with the chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -33,7 +33,8 @@ CHAT_NEUTRAL = NEUTRAL | {
     "echo": (False,),
 }
 MAX_MESSAGES = 10_000  # a limit on time, because the template renders each message in Python
-# A mark for a place in a rendered prompt. If a message contained it, a kept prefix would only become shorter.
+# A text that is inserted into a message to find a place in the rendered prompt. If a client's message contained this
+# text, a kept prefix would only become shorter.
 _HERE = "\ue000kvtier\ue001"  # with private-use characters
 
 
@@ -45,7 +46,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    """A part of an earlier answer in which the model refused. It is treated as text."""
+    """A part of an earlier answer in which the model refused to help. It is treated as text."""
 
     refusal: str
     cache_control: CacheControl | None = None
@@ -56,14 +57,14 @@ class RefusalPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A part of a message that is replaced by the text of a document stored with `/v1/kvtier/documents`."""
+    """A part of a message that stands for a document stored with `/v1/kvtier/documents`."""
 
     document_id: str
     cache_control: CacheControl | None = None
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
-    """A part of a message that is an image, which no model here can read."""
+    """A part of a message that is an image. It is refused, because the served models read only text."""
 
     cache_control: CacheControl | None = None
 
@@ -79,13 +80,13 @@ Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 class Message(msgspec.Struct, frozen=True):
     """One message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
 
-    Unknown fields are ignored, see `unknown_fields`. Servers use *reasoning_content*, *reasoning* or *thinking* for
-    what the model thought before its answer.
+    Unknown fields are ignored, see `unknown_fields`. *reasoning_content*, *reasoning* and *thinking* are the names that
+    different servers use for the model's thoughts before its answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    cache_control: CacheControl | None = None  # overrides the one of the message's last part
+    cache_control: CacheControl | None = None  # overrides that of the message's last part
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -98,9 +99,9 @@ class Message(msgspec.Struct, frozen=True):
     thinking: Any = None
 
     def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
-        """Return the message in the format of a template with these *traits*.
+        """Return the message as input for a chat template with these *traits*.
 
-        The role `developer` becomes `system`, because templates are older than it.
+        The role `developer` becomes `system`, because many templates do not know `developer`.
         """
         text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
         role = "system" if self.role == "developer" else self.role
@@ -114,19 +115,19 @@ class Message(msgspec.Struct, frozen=True):
         return written | ({} if self.name is None else {"name": self.name})
 
     def answering(self, names: Mapping[str, str]) -> "Message":
-        """Return a tool's message with the name of its tool added; *names* maps ids of calls to names of tools."""
+        """Add the tool's name to a message with the role `tool`. *names* maps ids of calls to names of tools."""
         name = names.get(self.tool_call_id or "")
         return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Parts of the message. If the content is a string, it is one part. A refusal is another part."""
+        """Parts of the message. Content that is a string is one part, and a refusal is another part."""
         said = [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
         return [*(part for part in said if part != TextPart("")), TextPart(self.refusal)] if self.refusal else said
 
     @property
     def thoughts(self) -> str:
-        """Thoughts of the model before this answer; empty if the message has none."""
+        """Thoughts of the model before this answer, or an empty string if the message has none."""
         told = (self.reasoning_content, self.reasoning, self.thinking) if self.role == "assistant" else ()
         return next((text for text in told if isinstance(text, str) and text), "")
 
@@ -136,9 +137,9 @@ class Message(msgspec.Struct, frozen=True):
         return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
 
     def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
-        """Yield each cache control of the message, after the index of the part at whose end it applies.
+        """Yield each cache control of the message, with the index of the part at whose end it applies.
 
-        The index is None for a control that applies at the end of the message's tool calls.
+        The index is None if the cache control applies to the end of the message's tool calls.
         """
         *others, last = [part.cache_control for part in self.parts] or [None]
         own = None if self.tool_calls else self.cache_control
@@ -149,7 +150,7 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """Return a copy of the message with the mark `_HERE` at the end of its part *number*, which must be text."""
+        """Return a copy of the message with `_HERE` appended to the part with index *number*, which must be text."""
         parts = [
             TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])
@@ -157,7 +158,7 @@ class Message(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, content=parts, refusal=None)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
-        """Return a copy of the message whose documents are replaced by their texts; *texts* maps ids to texts."""
+        """Return a copy of the message with each document replaced by its text. *texts* maps document ids to texts."""
         if not self.document_ids or self.content is None or isinstance(self.content, str):
             return self
         parts = [
@@ -168,13 +169,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[CacheControl]:
-    """Return all cache controls of a request in the order of its prompt: those of tools, then those of messages."""
+    """Return all cache controls of a request in the order of the prompt: first those of tools, then of messages."""
     of_tools = [tool.cache_control for tool in tools if tool.cache_control is not None]
     return of_tools + [control for message in messages for _, control in message.cache_controls()]
 
 
 def unknown_fields(messages: object) -> set[str]:
-    """Return the names of fields in a client's *messages* that kvtier does not know and leaves out of the prompt."""
+    """Return the names of fields in a client's *messages* that kvtier does not know and therefore ignores."""
     if not isinstance(messages, list):
         return set()
     found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
@@ -184,12 +185,12 @@ def unknown_fields(messages: object) -> set[str]:
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. Without *max_tokens*, the answer may be as long as the context length allows.
 
-    OpenAI's API does not have the following parameters. *chat_template_kwargs* sets variables of the model's chat
-    template, such as `enable_thinking`. With *continue_final_message*, the answer continues the last message, which
-    must be the assistant's. Without *add_generation_prompt*, the prompt ends with the last message.
+    The following parameters are not in OpenAI's API. *chat_template_kwargs* sets variables of the model's chat
+    template, such as `enable_thinking`. If *continue_final_message* is true, the answer continues the last message,
+    which must be the assistant's. If *add_generation_prompt* is false, the prompt ends with the last message.
 
-    The template gets *reasoning_effort* as a variable. It gets the *tools* even if *tool_choice* is none, so that all
-    prompts of one conversation share a prefix.
+    *reasoning_effort* is a variable of the chat template. The template gets the *tools* even if *tool_choice* is none,
+    so that all prompts of one conversation share a prefix.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
@@ -224,21 +225,23 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
+        """Number of likeliest tokens to return at each position, or None if no log probabilities are requested."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts: a chat has one."""
+        """Number of prompts, which is 1 for a chat."""
         return 1
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """Return the conversation's prompt, in a list of length 1. *document* must be empty.
+        """Return the conversation's prompt, in a list of length 1.
+
+        *document* must be empty, because a chat has its documents in its messages.
 
         Raises:
-            ApiError: With status 400, if the model has no chat template, or if the template rejects the messages.
+            ApiError: With status 400, if the model has no chat template, or if the template rejects the request.
             TooManyTokens: If the prompt exceeds *limit*.
         """
         assert not document, "documents are parts of the messages"
@@ -296,10 +299,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def _breakpoints(
         self, tokenizer: PreTrainedTokenizerBase, traits: TemplateTraits, text: PrefixedText
     ) -> Iterator[Breakpoint]:
-        """Yield the places in the prompt where tools and parts with a `cache_control` end.
+        """Yield a breakpoint at the end of each tool and each part of a message that has a `cache_control`.
 
-        A template may rewrite a conversation, so each place is found by rendering the conversation again: with a mark
-        at the place, or only up to the place. The text before the place is then compared with *text*, the prompt.
+        A chat template may rewrite a conversation. So the conversation is rendered again for each breakpoint, with a
+        mark at its place, or only up to its place. The text before this place is then compared with *text*, the prompt.
         """
         write = partial(self._text, tokenizer, traits)
         for place, tool in enumerate(self.tools):
@@ -322,9 +325,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         return [document_id for message in self.messages for document_id in message.document_ids]
 
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
-        """Return a copy whose documents are replaced by their texts; *texts* maps ids to texts.
+        """Return a copy of the request with each document replaced by its text. *texts* maps document ids to texts.
 
-        Call this before `prompts`, which leaves documents out.
+        Call this before `prompts`, which leaves out documents that are not replaced.
         """
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
 
@@ -344,7 +347,10 @@ def _without_thoughts(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) -> None:
-    """Raise LostContent if a template that is known to drop users' text has dropped the last user message."""
+    """Raise LostContent if *text*, the prompt, lacks the last user message.
+
+    This is only checked for chat templates that are known to drop users' text.
+    """
     if "user" not in traits.lost_roles:
         return
     said = next((message for message in reversed(messages) if message.role == "user"), None)
@@ -353,9 +359,9 @@ def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) 
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
-    """Yield the breakpoint of *text* at the place of the mark in *marked*, which is the same prompt with a mark.
+    """Yield the breakpoint of the prompt *text* at the place of the mark in *marked*, the same prompt with a mark.
 
-    Yield nothing if the template has dropped the marked part.
+    If the chat template has dropped the mark, there is no breakpoint.
     """
     before, mark, _ = marked.partition(_HERE)
     if mark:

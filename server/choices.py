@@ -1,4 +1,4 @@
-"""Choices: generates all completions of one request together, and yields their pieces as they arrive."""
+"""Choices: generates the completions of one request concurrently, and yields their pieces as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -26,7 +26,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ChoicePiece:
-    """The piece that one step added to the choice at *index*."""
+    """A piece of text, with its log probabilities, that one engine step added to the choice at *index*."""
 
     index: int
     piece: StreamChunk
@@ -40,13 +40,13 @@ async def generate(
     options: RequestOptions,
     caller: Caller,
 ) -> AsyncGenerator[ChoicePiece, None]:
-    """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
+    """Generate all *choices*, and yield their pieces until the last choice has ended.
 
-    The first choice of a prompt computes the prompt. The other choices of the prompt start when the first one has its
-    first token. They hit the blocks that the first one computed, and get its log probabilities of the prompt.
+    *choices* has one list for each prompt. The first choice in the list computes the prompt. The others start after its
+    first token, so that they hit the prompt's cached blocks. They also get the prompt's log probabilities from it.
 
-    If there are several choices, each has a request id of its own: the caller's id, a hyphen and the choice's index.
-    Closing the iterator ends all choices. An error of one choice ends all choices, and is raised here.
+    If there are several choices, the request id of each is the caller's id, a hyphen and the choice's index. Closing
+    the iterator ends all choices. If one choice fails, all choices end, and its error is raised.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -90,6 +90,6 @@ async def generate(
 
 
 def _scored(piece: StreamChunk, scores: Scores) -> StreamChunk:
-    """Return the piece with the prompt log probabilities that another choice of the prompt has computed."""
+    """Return *piece* with *scores*, the prompt's log probabilities, which the prompt's first choice computed."""
     done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
     return replace(piece, completion=done, prompt_logprobs=scores)

@@ -1,4 +1,4 @@
-"""CompletionReply: how `/v1/completions` writes its answers."""
+"""CompletionReply: writes the answers of `/v1/completions`, whole or as a stream of chunks."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _Scored = Sequence[tuple[int, TokenLogprobs | None]]  # token ids with their log
 
 
 class CompletionReply:
-    """A `Reply` whose chunks have the same format as the whole answer. An echo precedes the choice's own text."""
+    """A writer of one answer of `/v1/completions`. With *echo*, the prompt precedes the text of each choice."""
 
     def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> None:
         self._envelope = Envelope.new("cmpl", asked.model)
@@ -80,10 +80,10 @@ class CompletionReply:
         finish_reason: str | None,
         of_prompt: Sequence[TokenLogprobs | None],
     ) -> CompletionChoice:
-        """Return a whole choice, or its next piece.
+        """Return a choice with all of its text, or with the *text* of its next piece in a stream.
 
-        The first piece begins with the echo of the prompt, if asked for. *of_prompt* has the log probabilities of the
-        prompt's tokens.
+        If the request sets *echo*, the choice's first piece begins with the prompt. *of_prompt* has the log
+        probabilities of the prompt's tokens.
         """
         scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
         if self._asked.echo and index not in self._begun:

@@ -1,4 +1,4 @@
-"""CompletionRequest: the body of `POST /v1/completions`, prompts to continue."""
+"""CompletionRequest: the body of `POST /v1/completions`."""
 
 from collections.abc import Sequence
 from typing import Annotated, cast
@@ -16,9 +16,9 @@ COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # only chat templates use i
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One or more prompts to continue, each a text or token ids.
+    """A request to continue one or more prompts, each given as text or as token ids.
 
-    With *echo*, each answer begins with its prompt, and *logprobs* covers the prompt's tokens too. With *max_tokens* 0,
+    With *echo*, each choice begins with its prompt, and *logprobs* covers the prompt's tokens too. With *max_tokens* 0,
     nothing is generated.
     """
 
@@ -39,12 +39,12 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
+        """Number of top log probabilities to return for each generated token; None: no log probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of likeliest tokens to score at each position of the prompt; None: the prompt is not scored."""
+        """Number of top log probabilities to compute for each prompt token; None: no log probabilities."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
 
@@ -61,10 +61,13 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Prompt]:
-        """Return the prompts. If there is a *document*, each prompt begins with its tokens.
+        """Tokenize and return the prompts. Each prompt begins with the token ids of *document*, if there is one.
 
-        No special tokens are added after a document, because the document begins with them. Raises TooManyTokens for a
-        prompt that exceeds *limit*, and UnknownToken for a token id that the tokenizer does not have.
+        With a document, no special tokens are added to a prompt's text, because the document already begins with them.
+
+        Raises:
+            TooManyTokens: A prompt exceeds *limit*.
+            UnknownToken: The tokenizer does not have a token id of a prompt.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         prompts = [(prompt, _encode(tokenizer, prompt, limit, not document)) for prompt in asked]
@@ -73,7 +76,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
 
     def max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate; *room* is the context length minus the prompt's length."""
+        """Return the maximum number of tokens to generate. *room*, the context left after the prompt, is not used."""
         return self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""ContextLimit: the maximum number of tokens of a prompt and its continuation together, and what determines it."""
+"""ContextLimit: the maximum length of a prompt and its continuation together, for error messages."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,10 @@ from kvtier.engine.async_llm import AsyncLLM
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The context length of the model, or the number of tokens that fit in device memory if that is smaller.
+    """The maximum number of tokens of a prompt and its continuation together.
 
-    Its `str` is the beginning of errors about prompts that are too long.
+    It is the model's context length, or the number of tokens that fit in device memory if that is smaller. Error
+    messages about too long prompts begin with its `str`.
     """
 
     num_tokens: int
@@ -18,7 +19,7 @@ class ContextLimit:
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> "ContextLimit":
-        """Return the limit of a loaded engine."""
+        """Return the limit of the engine *llm*, whose model is loaded."""
         has_share = llm.config.device.gpu_memory_utilization is not None
         option = "device.gpu_memory_utilization" if has_share else "device.capacity"
         return cls(llm.longest_request, llm.model_tokens, option)

@@ -14,9 +14,10 @@ _DIGEST_BYTES = 16
 
 
 class Conversations:
-    """The ids of the newest chat requests, by digests of their first message and of all their messages.
+    """An index of recent chat requests, which finds earlier requests of the same conversation.
 
-    No text is kept. Owned by the event loop.
+    It maps digests of a request's first message and of all its messages to request ids, and stores no text. Owned by
+    the event loop.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Conversations:
         self._alike: dict[bytes, deque[str]] = {}
 
     def add(self, request_id: str, tenant: str | None, messages: Sequence[Message]) -> None:
-        """Add a new request. It replaces an earlier request with the same id."""
+        """Add a request. It replaces an earlier request with the same id."""
         self._drop(request_id)
         digests = _digests(tenant, messages)
         self._requests[request_id] = digests

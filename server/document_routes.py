@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def document_object(document: Document, residence: DocumentState, model: str) -> DocumentObject:
-    """Return the object of a document, without its text; *model* is the name of the server's model."""
+    """Return the JSON object that describes a document. *model* is the name of the server's model."""
     pin, until = None, document.pinned_until
     if until is not None and (left_s := until - time.time()) > 0:
         pin = DocumentPin(expires_at=until, ttl_s=round(left_s, 1), is_held=residence.is_held)
@@ -55,12 +55,15 @@ def document_object(document: Document, residence: DocumentState, model: str) ->
 
 
 def damaged_object(why: str, document_id: str | None = None, file: str | None = None) -> DocumentObject:
-    """Return the object of a document whose file is unreadable; *document_id* or *file* is None if unknown."""
+    """Return the JSON object for a document whose file cannot be read; *why* is the reason."""
     return DocumentObject(id=document_id, object="document", status="damaged", error=why, file=file)
 
 
 class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `PUT`. *system* is the system message of the chats about the document."""
+    """The body of `PUT /v1/kvtier/documents/{id}`.
+
+    *system* is the system message with which chats about the document begin.
+    """
 
     text: Text | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
@@ -75,13 +78,13 @@ class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST …/pin`."""
+    """The body of `POST /v1/kvtier/documents/{id}/pin`."""
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
 
 
 def routes() -> Iterator[Route]:
-    """Yield the routes of documents."""
+    """Yield the routes below `/v1/kvtier/documents`."""
     yield Route(DOCUMENTS, _answer)
     yield Route(f"{DOCUMENTS}/{{id}}", _answer, methods=["GET", "PUT", "DELETE"])
     yield Route(f"{DOCUMENTS}/{{id}}/{{action}}", _answer, methods=["POST", "DELETE"])
@@ -190,7 +193,7 @@ def _not_found() -> ApiError:
 
 
 async def _with_api_errors(work: Awaitable[_T], request: Request) -> _T:
-    """Return the result of *work*; turn its errors into ApiErrors."""
+    """Await *work* and return its result; raise its errors as ApiErrors."""
     with _api_errors(request.app.state.service):
         return await work
 

@@ -1,4 +1,4 @@
-"""EngineSource: the dashboard's data of `kvtier serve`."""
+"""EngineSource: provides the data that the dashboard of `kvtier serve` shows."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -30,7 +30,7 @@ _REQUESTS = ("waiting", "promoting", "running")
 
 
 class EngineSource:
-    """A source of samples from the engine's statistics, which `/metrics` and `/stats` show. Owned by the event loop."""
+    """The dashboard's source of data: samples of the same engine statistics as in `/stats`. Owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -55,7 +55,7 @@ class EngineSource:
         }
 
     async def sample(self, at: float, monotonic_s: float) -> Sample:
-        """Return the engine's last snapshot; raise `NoSample` once the engine has ended."""
+        """Return a sample of the engine's latest statistics; raise `NoSample` once the engine has ended."""
         try:
             statistics = self._service.llm.statistics()
         except RuntimeError as error:
@@ -63,9 +63,9 @@ class EngineSource:
         return self._sampled(statistics, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the documents of the tenant *group*, and the slowest requests.
+        """Return the newest documents of the tenant *group*, and the slowest requests.
 
-        If tenants are isolated from each other, only the tenant's own requests are returned.
+        If tenants are isolated from each other, only the slowest requests of *group* are returned.
         """
         service = self._service
         documents = service.documents.of(group)
@@ -108,7 +108,7 @@ class EngineSource:
         return Sample(at, monotonic_s, totals, levels | ttft, self._facts(statistics))
 
     def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
-        """Return how many requests had a first token, and quantiles of the time to first token in the last minute."""
+        """Return the number of requests with a first token, and quantiles of the last minute's times to first token."""
         first, *others = statistics.requests.times.ttft.values()
         for each in others:
             first = first.plus(each)
@@ -139,7 +139,7 @@ class EngineSource:
 
 
 def _tenants(statistics: EngineStatistics) -> list[dict[str, object]]:
-    """Return the token counts of the largest tenants, and the bytes of tenants with a quota."""
+    """Return the token counts of the largest tenants, and the cached bytes by tier of tenants with a quota."""
     tokens = statistics.requests.tenants
     names = [*tokens, *(name for name in statistics.tenants if name not in tokens)]
     return [

@@ -1,4 +1,4 @@
-"""Entrance: the keys, connection limits and counters that apply to every request, even before the model is loaded."""
+"""Entrance: the API keys, connection limits and counters for all requests, also while the model is being loaded."""
 
 from prometheus_client import CollectorRegistry
 
@@ -12,11 +12,11 @@ from kvtier.web.operating.routes import Operating
 
 
 class Entrance:
-    """The state that `LoadingApp` and `ServingApp` share. Owned by the event loop.
+    """The server's state that exists before and after the model is loaded. Owned by the event loop.
 
-    *keys* are the accepted API keys; None accepts requests without a key. `HttpServer.replace_keys` replaces them.
-    *operating* carries out operators' requests, such as evicting blocks; None disables them. *tracer* sends a span of
-    each request; None disables tracing.
+    `LoadingApp` and `ServingApp` share it. *keys* are the accepted API keys, which `HttpServer.replace_keys` may
+    replace; None accepts requests without a key. *operating* carries out operators' requests, such as evicting blocks;
+    None disables them. *tracer* sends a span of each request; None disables tracing.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Entrance:
         self.gate = Gate(limits, lambda why: self.metrics.connections_refused.labels(why).inc())
 
     def close(self) -> None:
-        """Send the pending spans, and close the audit log."""
+        """Send the pending spans of the tracer, and close the audit log of operators' requests."""
         if self.tracer is not None:
             self.tracer.close()
         if self.operating is not None:
@@ -50,19 +50,19 @@ class Entrance:
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants with a key; without API keys all clients are one tenant."""
+        """Number of tenants that have an API key. Without API keys, all clients are one tenant."""
         return 1 if self.keys is None else len(self.keys.tenants)
 
     @property
     def is_strict(self) -> bool:
-        """Whether tenants share no cached blocks."""
+        """Whether tenants are isolated from each other, so that they share no cached blocks."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"
 
 
 def browser_rules(settings: ServerConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return the rules that refuse requests from web pages of other sites.
+    """Return the rules for refusing requests that a web page of another site sends from a user's browser.
 
-    Return None if clients need a key, because such pages do not have one.
+    Return None if clients need an API key, because such a page does not have the key.
     """
     if keys is not None:
         return None

@@ -36,8 +36,8 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/kvtier/explain`: a prompt, or the messages of a chat.
 
-    With *request_id*, the answer explains that past request, which must have had this prompt. Without *request_id*, the
-    answer explains which part of the prompt would hit the cache now.
+    Without *request_id*, the answer explains which part of the prompt would hit the cache now. With *request_id*, it
+    explains the hits and misses of a past request, which must have had the same prompt.
     """
 
     model: str | None = None
@@ -54,7 +54,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 async def explain_request(request: Request) -> Response:
-    """Answer `GET /v1/kvtier/explain/{id}`."""
+    """Answer `GET /v1/kvtier/explain/{id}`: why the past request hit or missed the cache."""
     service: Service = request.app.state.service
     service.check_open()
     request_id, tenant = request.path_params["id"], facts_of(request.scope).tenant
@@ -63,7 +63,7 @@ async def explain_request(request: Request) -> Response:
 
 
 async def explain_prompt(request: Request) -> Response:
-    """Answer `POST /v1/kvtier/explain`."""
+    """Answer `POST /v1/kvtier/explain`, see `ExplainRequest`."""
     service: Service = request.app.state.service
     service.check_open()
     tenant = facts_of(request.scope).tenant
@@ -90,7 +90,7 @@ async def explain_prompt(request: Request) -> Response:
             lambda _: any(explainer.is_prompt_of(past, chain, len(token_ids)) for past in pasts), tenant
         ):
             message = (
-                "the request with this id had another prompt, cache_salt or model; send the ones that it had, or leave "
+                "the request with this id had another prompt, cache_salt or model; send those of the request, or leave "
                 "request_id out"
             )
             raise ApiError(409, message, code="other_prompt", param="prompt")
@@ -106,15 +106,15 @@ async def _pasts(service: Service, request_id: str, tenant: str | None) -> Seque
     found = await service.llm.ask(lambda core: core.explainer.find(request_id, tenant))
     if not found:
         message = (
-            "no request of that id is remembered; it may be another tenant's, it may still be running, or thousands of "
-            "requests may have come after it"
+            "no request of that id is remembered; it may belong to another tenant, it may still be running, or it may "
+            "have been dropped because thousands of requests came after it"
         )
         raise ApiError(404, message, code="request_not_found")
     return found
 
 
 async def _explained(service: Service, pasts: Sequence[Past], request_id: str, tenant: str | None) -> list[Explanation]:
-    """Explain the requests one by one. The slow part runs outside of the engine's thread, so the engine steps on."""
+    """Return an explanation of each past request. The slow part does not run in the engine's thread."""
     alike, found = service.conversations.alike(request_id), []
     for past in pasts:
         evidence = await service.llm.ask(lambda core, past=past: core.explainer.evidence(past, alike))  # type: ignore[misc]
@@ -125,7 +125,10 @@ async def _explained(service: Service, pasts: Sequence[Past], request_id: str, t
 async def _token_ids(
     service: Service, asked: ExplainRequest, tenant: str | None
 ) -> tuple[Sequence[int], ExplainRequest]:
-    """Return the token ids of the prompt, and *asked* with the texts and the cache_salt of documents filled in."""
+    """Return the token ids of the prompt, and *asked* with each named document replaced by its text.
+
+    A request without a cache_salt gets that of its first document.
+    """
     llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)
     try:
@@ -145,7 +148,7 @@ async def _token_ids(
 
 
 def _request_with(asked: ExplainRequest, model: str) -> CompletionRequest | ChatRequest:
-    """Return a request with the prompt in question; raise ValueError if the prompt is invalid."""
+    """Return a completion or chat request with the prompt to explain; raise ValueError if the prompt is invalid."""
     if asked.messages is None:
         given = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
         return CompletionRequest(model=model, prompt=given)

@@ -1,4 +1,4 @@
-"""Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
+"""Generation: answers one request for completions or a chat."""
 
 import asyncio
 import time
@@ -56,9 +56,9 @@ MAX_TRUNCATION_FACTOR = 8  # a prompt to truncate may be this many times its lim
 
 
 class PromptKeeper:
-    """A wrapper of the pieces of a request's answer that pins its prompts on the way. Owned by one request.
+    """An object that pins a request's prompts in host memory while the answer is generated. Owned by one request.
 
-    It records in *usage* whether the prompts are pinned. *lora* and *cache_salt* determine the names of their blocks.
+    It records in *usage* whether the prompts are pinned. *lora* and *cache_salt* go into their blocks' hashes.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class PromptKeeper:
     async def pinned(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
     ) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*. Before the last piece of each choice in *prompts*, pin its prompt for *ttl_s* seconds.
+        """Yield *pieces*. Pin the prompt of each choice in *prompts* for *ttl_s* seconds before its last piece.
 
-        *prompts* maps indices of choices to the token ids of their prompts.
+        *prompts* maps the index of a choice to the token ids of its prompt.
         """
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
@@ -84,9 +84,9 @@ class PromptKeeper:
             yield item
 
     async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*. Before the first piece, when the prompt has been computed, pin it up to its breakpoints."""
+        """Yield *pieces*. Before the first piece, pin the prefixes of the prompt that end at its breakpoints."""
         marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
-        # Query what is kept already when the request starts, so that the first token need not wait for an engine step.
+        # Look up pinned prefixes when the request starts, so that the first token need not wait for an engine step.
         reading = asyncio.create_task(self._documents.read_prefixes(marked))
         try:
             async for item in pieces:
@@ -102,10 +102,10 @@ class PromptKeeper:
 
 
 def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists the keywords of JSON schemas in *left_out*, which are not enforced.
+    """Return a header that lists *left_out*, the keywords of a JSON schema that are not enforced.
 
-    Return no header if there are no such keywords. The keywords are percent-encoded, and the list is cut off after
-    1,024 characters. The answer's `kvtier` object has the whole list.
+    Return no header if *left_out* is empty. The keywords are percent-encoded, and the list is cut off after 1,024
+    characters. The answer's `kvtier` object has the whole list.
     """
     named = ", ".join(quote(name, safe=_AS_THEY_ARE) for name in left_out)
     if len(named) > _MAX_CHARACTERS:
@@ -114,24 +114,24 @@ def left_out_headers(left_out: Sequence[str]) -> dict[str, str]:
 
 
 def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:
-    """Return the reply in the format of OpenAI's endpoints."""
+    """Return the writer of an answer in the format of OpenAI's endpoints."""
     if isinstance(asked, ChatRequest):
         return ChatReply(asked.model, text, usage, tools, asked.num_top_logprobs is not None, asked.chunk_options)
     return CompletionReply(asked, prompts, text, usage)
 
 
 class Generation:
-    """An ASGI app that answers one request.
+    """An ASGI app that generates and sends the answer to one request for completions or a chat.
 
-    If the client disconnects, the request's completions are aborted, and its place in the waiting room is freed.
+    If the client disconnects, its completions are aborted, and its place in the queue (`WaitingRoom`) is freed.
     """
 
     def __init__(
         self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
     ) -> None:
-        """Prepare the answer to *asked*. *reply_of* creates the writer of the endpoint's format.
+        """Prepare the answer to *asked*. *reply_of* creates the writer of the answer in the endpoint's format.
 
-        *document* has token ids that precede each prompt of a CompletionRequest.
+        *document* has the token ids of a stored document, which precede each prompt of a CompletionRequest.
         """
         self._service = service
         self._asked = asked
@@ -147,7 +147,7 @@ class Generation:
             facts_of(scope).client_left = True
 
     async def num_tokens(self, tenant: str | None) -> int:
-        """Return the number of tokens of all prompts. Raise ApiError 400 if a prompt is certainly too long."""
+        """Return the number of tokens of all prompts together; raise ApiError 400 as `_prompts` does."""
         with self._api_errors():
             llm = self._service.llm
             prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
@@ -162,7 +162,7 @@ class Generation:
         if num_completions > service.room.capacity:
             limit = service.room.capacity
             message = (
-                f"the request asks for {num_completions} completions, the server takes at most {limit}; ask for fewer"
+                f"the request asks for {num_completions} completions; the server takes at most {limit}; ask for fewer"
             )
             raise ApiError(400, message, code="too_many_completions")
         try:
@@ -200,12 +200,18 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """Return the options for the engine. With several tenants, only the waiting room uses the priority."""
+        """Return the options for the engine. With several tenants, the engine gets priority 0 for all requests.
+
+        The server's queue (`WaitingRoom`) still uses the request's priority.
+        """
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
-        """Return the prompts; raise ApiError 400 if one is certainly too long or has unknown token ids."""
+        """Return the tokenized prompts; raise ApiError 400 for unknown token ids, or if a text is too long.
+
+        Too long texts are mostly found without tokenizing all of them. `_choices` finds the others.
+        """
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         max_prompt = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
         num_kept = self._asked.truncated_length(max_prompt)
@@ -229,7 +235,7 @@ class Generation:
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
-        """Return the choices of each prompt; raise ApiError 400 if a prompt is too long."""
+        """Return a list of choices for each prompt; raise ApiError 400 if a prompt is too long."""
         asked = self._asked
         structured = tools.structured
         groups = []
@@ -244,9 +250,9 @@ class Generation:
         return groups
 
     def _max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate, which the model's own settings may lower.
+        """Return the maximum number of tokens to generate: that of the request, or of the model's defaults if smaller.
 
-        *room* is the context length minus the prompt's length.
+        *room* is the number of tokens that the context has left after the prompt.
         """
         asked, limit = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
         return asked if limit is None else min(asked, limit)
@@ -265,7 +271,7 @@ class Generation:
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*. Record when they arrive, and add up their usage."""
+        """Yield *pieces*. Record their latencies in the metrics, and add up the token usage."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
         with self._api_errors():
@@ -284,7 +290,7 @@ class Generation:
     def _kept(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Sequence[Prompt], keeper: PromptKeeper
     ) -> AsyncIterator[ChoicePiece]:
-        """Return *pieces*, wrapped by *keeper* if the request asks to keep its prompts or prefixes of them."""
+        """Return *pieces*, wrapped by *keeper* if the request asks to pin its prompts or prefixes of them."""
         asked = self._asked
         if prompts[0].breakpoints:  # of a chat, which has one prompt
             pieces = keeper.kept(pieces, prompts[0])
@@ -295,7 +301,6 @@ class Generation:
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
-        """Turn errors of the engine into ApiErrors."""
         try:
             yield
         except InvalidParameter as error:
@@ -318,7 +323,7 @@ class Generation:
     ) -> None:
         """Send *pieces* as server-sent events.
 
-        Send nothing before the first piece, so that an error before it is answered with its own HTTP status.
+        The HTTP status is sent with the first piece, so that an earlier error still gets its own status.
         """
         begun: set[int] = set()
         try:
@@ -340,7 +345,10 @@ class Generation:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
-        """Return the result of *write*. Call it in a tokenizer's thread if it writes a part for each prompt token."""
+        """Return the result of *write*, which writes a part of the answer.
+
+        If the answer covers the prompt, *write* may be slow, so it runs in a tokenizer's thread.
+        """
         if not self._asked.covers_prompt:
             return write()
         return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
@@ -361,7 +369,7 @@ def _joined_events(reply: Reply, index: int, piece: StreamChunk) -> bytes:
 
 
 def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
-    """Return the tools of a request; raise `InvalidParameter` for an invalid schema or grammar."""
+    """Return how the answer to a request may call tools; raise `InvalidParameter` for an invalid schema or grammar."""
     if isinstance(asked, ChatRequest):
         return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
     return ToolUse((), "none", False, form, asked.structured)

@@ -1,4 +1,4 @@
-"""GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
+"""GenerationRequest: the request parameters that `/v1/completions` and `/v1/chat/completions` have in common."""
 
 import logging
 from collections.abc import Iterable
@@ -85,10 +85,11 @@ _told: set[str] = set()
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `stream_options`. With *include_usage* and *continuous_usage_stats*, each chunk has the usage so far.
+    """The object `stream_options` of a request.
 
-    *include_obfuscation* pads chunks, which hides the lengths of tokens from eavesdroppers. Unlike in OpenAI's API, it
-    is off by default, because a loopback connection has no eavesdroppers.
+    With *include_usage*, the last chunk has the token usage. With *continuous_usage_stats* in addition, each chunk has
+    the usage so far. *include_obfuscation* pads chunks, which hides the lengths of tokens from eavesdroppers.
+    Unlike in OpenAI's API, it is off by default, because a loopback connection has no eavesdroppers.
     """
 
     include_usage: bool = False
@@ -111,7 +112,7 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of completions and chats. The default of a parameter is the model's own, or else OpenAI's.
+    """Parameters of completions and chats. A parameter that is left out gets the model's default, or else OpenAI's.
 
     OpenAI's API does not have the following parameters: *cache_salt*, *priority* (lower is more urgent),
     *truncate_prompt_tokens* (use only this many of a prompt's last tokens; -1: as many as fit), *kvtier*, and vLLM's
@@ -156,7 +157,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.stream and self.prompt_logprobs is not None:  # as in vLLM
             raise ValueError("prompt_logprobs: not available in a stream; set stream to false, or set echo to true")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
-            raise ValueError("truncate_prompt_tokens: would cut off the document; leave out this or kvtier.document")
+            raise ValueError("truncate_prompt_tokens: cannot be combined with kvtier.document; leave one of them out")
 
     @property
     def chunk_options(self) -> StreamOptions:
@@ -165,32 +166,32 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to return at each position, with log probabilities; None: no log probabilities."""
+        """Number of top log probabilities to return for each generated token; None: no log probabilities."""
         raise NotImplementedError
 
     def truncated_length(self, limit: int) -> int | None:
-        """Return how many of a prompt's last tokens to use; None: all. *limit* is the number that -1 stands for."""
+        """Return the number of tokens at the end of a prompt to use; None: all. -1 in the request means *limit*."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of likeliest tokens to score at each position of the prompt; None: the prompt is not scored."""
+        """Number of top log probabilities to compute for each prompt token; None: no log probabilities."""
         return self.prompt_logprobs
 
     @property
     def covers_prompt(self) -> bool:
-        """Whether the answer has a part for each token of the prompt, so that a long prompt makes it long."""
+        """Whether the answer contains an entry for each token of the prompt, so its size grows with the prompt."""
         return self.prompt_logprobs is not None
 
     @property
     def options(self) -> RequestOptions:
-        """Options for the engine: the request's priority, and how the request may use the cache."""
+        """Options for the engine: the request's priority, and its limits on the use of cached blocks."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the text; None: any text. Raises `InvalidParameter` for an invalid format."""
+        """Format that the answer's text must have; None: any text. Raises `InvalidParameter` for an invalid format."""
         guided = {
             kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         }
@@ -199,11 +200,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def sampling(
         self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
     ) -> SamplingParams:
-        """Return the sampling parameters of choice number *choice*.
+        """Return the sampling parameters of a choice.
 
-        Choices get different seeds, because they would all be the same with one seed. *defaults* apply to parameters
-        that the request leaves out. *structured* is the required format of the text; None: any text. Raises
-        `InvalidParameter` for parameters that cannot be combined.
+        Args:
+            choice: Number of the choice among those of one prompt, from 0. It is added to the seed.
+            max_tokens: Maximum number of tokens to generate.
+            defaults: The model's values for parameters that the request leaves out.
+            structured: Format that the text must have; None: any text.
+
+        Raises:
+            InvalidParameter: The parameters cannot be combined.
         """
         return SamplingParams(
             max_tokens=max_tokens,
@@ -234,7 +240,7 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
 
 
 def log_unknown_fields(names: Iterable[str]) -> None:
-    """Log the *names* of unknown fields, each name once per process, up to `MAX_NAMES` names in all."""
+    """Log the *names* of unknown fields in messages: each name once per process, at most `MAX_NAMES` names in all."""
     for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
         _told.add(name)
         log.info("messages: ignoring the unknown field %r", name[:MAX_CHARACTERS])

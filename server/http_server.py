@@ -1,4 +1,4 @@
-"""HttpServer: answers requests on a port, already while the model is loading, until `stop` is called."""
+"""HttpServer: the HTTP server of one model, which already answers requests while the model is being loaded."""
 
 import asyncio
 import socket
@@ -23,9 +23,10 @@ _LEAVING_S = 5  # how long a shutdown waits until the last bytes of answers are 
 
 
 def with_cors(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
-    """Return *app* with CORS for pages of `server.cors_origins`; a browser's preflight request needs no key.
+    """Return *app*, wrapped so that web pages from `server.cors_origins` may send requests to it (CORS).
 
-    CORS credentials such as cookies are not allowed, because API keys are only sent in headers.
+    The wrapper answers a browser's preflight requests itself, so they need no API key. Cookies are not allowed, because
+    API keys are only sent in headers.
     """
     if not settings.cors_origins:
         return app
@@ -39,7 +40,7 @@ def with_cors(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
 
 
 class HttpServer:
-    """A server of one model on a bound socket. `build_server` creates it; `run` runs it on an event loop."""
+    """An HTTP server of one model on a bound socket. `build_server` creates it, and `run` serves until `stop`."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class HttpServer:
         loading: LoadingApp,
         load: "Callable[[], Coroutine[None, None, ServingApp]]",
     ) -> None:
-        """Create a server; *loading* answers requests until *load* has returned the serving app."""
+        """Create a server. *loading* answers requests until *load* has returned the app with the model."""
         self.entrance = entrance
         self._bound = bound
         self._load = load
@@ -59,7 +60,7 @@ class HttpServer:
 
     @property
     def app(self) -> App:
-        """App that answers requests now."""
+        """The app that answers requests at the moment: first the loading app, then the serving app."""
         return self._switch.app
 
     def stop(self) -> None:
@@ -75,11 +76,11 @@ class HttpServer:
         self._switch.app.share_among(self.entrance.num_tenants)
 
     async def run(self) -> bool:
-        """Load the model, and serve until `stop`. Raise the error of loading, or the error that ended the engine.
+        """Load the model, and serve until `stop` is called. Errors of loading or of the engine are raised.
 
         Returns:
-            True after serving. False if `stop` was called before the model was loaded; a thread may still be loading
-            it.
+            Whether the model was served. False if `stop` was called while the model was being loaded; a thread may
+            then still be loading it.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
@@ -103,9 +104,9 @@ class HttpServer:
             await app.close()
 
     async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
-        """Wait for *doing* or `stop`, and raise the error of *doing*.
+        """Wait until *doing* ends or `stop` is called. If *doing* fails, raise its error.
 
-        Return True, and cancel *doing*, if `stop` came first.
+        If `stop` is called first, cancel *doing* and return True.
         """
         stopping = asyncio.ensure_future(self._stop.wait())
         try:

@@ -36,7 +36,7 @@ class LoadingApp:
         await self._app(scope, receive, send)
 
     def set_stage(self, stage: str) -> None:
-        """Set and log the stage that /ready and the 503 errors report. Safe to call from any thread."""
+        """Set and log the stage of loading, which /ready and the 503 errors report. Safe to call from any thread."""
         self._stage = stage
         log.info("load: %s", stage)
 

@@ -1,4 +1,4 @@
-"""Named documents: inserts the content of the stored documents that a request for a completion or a chat names."""
+"""Named documents: replaces the ids of stored documents in a request by the documents' content."""
 
 from typing import TypeVar
 
@@ -14,10 +14,10 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
 def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
-    """Return the chat with each document that it names replaced by the document's text.
+    """Return the chat with each document id in its messages replaced by the document's text.
 
-    A chat without a cache_salt gets the cache_salt of its first document, because the document's cached blocks are
-    named with it. Raises ApiError 404 for a document that the tenant does not have.
+    A chat without a cache_salt gets that of its first document, because the chat could not hit the document's cached
+    blocks otherwise. Raises ApiError 404 for a document that the tenant does not have.
     """
     if asked.kvtier.document is not None:
         message = (
@@ -41,10 +41,10 @@ def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest
 def with_document(
     service: Service, tenant: str | None, asked: CompletionRequest
 ) -> tuple[CompletionRequest, list[int]]:
-    """Return the request, and the token ids of the document that it names, which precede each prompt.
+    """Return the request, and the token ids of the document in `kvtier.document`, which precede each prompt.
 
-    The list is empty if the request names no document. A request without a cache_salt gets the document's cache_salt.
-    Raises ApiError 404 if the tenant does not have the document.
+    Without a document, the list is empty. A request without a cache_salt gets the document's cache_salt. Raises
+    ApiError 404 if the tenant does not have the document.
     """
     if asked.kvtier.document is None:
         return asked, []

@@ -1,4 +1,4 @@
-"""OperatedEngine: carries out operators' verbs, such as reset, evict and pin, on the engine of a server."""
+"""OperatedEngine: carries out operators' commands (verbs), such as reset, evict and pin, on a server's engine."""
 
 import asyncio
 import time
@@ -28,9 +28,9 @@ _T = TypeVar("_T")
 
 
 class OperatedEngine:
-    """An engine under operators' control (`Operated`). Owned by the event loop.
+    """The implementation of operators' commands for the engine of a server (`Operated`). Owned by the event loop.
 
-    The engine's thread carries out each verb in parts, between the engine's steps.
+    The engine's thread carries out each command in parts, between the engine's steps.
     """
 
     def __init__(self, service: Service) -> None:
@@ -39,7 +39,7 @@ class OperatedEngine:
         self._pins: dict[str, tuple[CachePin, float]] = {}  # pin and end time by id
 
     async def reset(self, asked: Reset) -> Answer:
-        """Evict the selected blocks from all local tiers. The answer notes if a remote tier keeps its copies."""
+        """Evict the selected blocks from all local tiers. If a remote tier keeps its copies, the answer says so."""
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         tiers = frozenset(Tier)
         if asked.namespace is not None and not (await self._ask(_namespace)).startswith(asked.namespace):
@@ -49,15 +49,15 @@ class OperatedEngine:
         return answer if remote is None else {**answer, "note": remote_stays(remote.where)}
 
     async def evict(self, asked: Evict) -> Answer:
-        """Evict the oldest blocks of one tier."""
+        """Evict the oldest blocks of one tier, as many as *asked* says."""
         tier = Tier(asked.tier)
         if tier not in (await self._ask(lambda core: core.cache.statistics())).tiers:
-            raise ApiError(409, f"there is no {tier} tier here; /metrics shows the tiers", code="no_tier")
+            raise ApiError(409, f"this server has no {tier} tier; /metrics shows its tiers", code="no_tier")
         order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
-        """Copy down all blocks that have no copy in a lower tier."""
+        """Copy all blocks that have no copy in a lower tier to the lower tiers, and wait for the copies."""
         if not all(await self._ask(lambda core: core.cache.lower.status.num_slots)):
             raise ApiError(409, "there is no tier below the device; set host.capacity", code="no_tier")
         give_up_at = time.monotonic() + asked.seconds
@@ -69,7 +69,7 @@ class OperatedEngine:
         return {"left": 0}
 
     async def pin(self, asked: Pin) -> Answer:
-        """Pin the cached blocks of a prompt in host memory."""
+        """Pin the cached blocks of a prompt in host memory. The pin replaces an earlier pin with the same id."""
         service = self._service
         lora = None if asked.model is None else service.models.lora_of(asked.model)
         salt = effective_salt(asked.tenant, asked.salt, service.is_strict)
@@ -88,7 +88,7 @@ class OperatedEngine:
             self._forget_ended(core)
             before, _ = self._pins.get(asked.pin_id, (None, 0.0))
             if before is None and len(self._pins) >= MAX_PINS:
-                raise ApiError(507, f"there are {MAX_PINS} pins already; end one", code="pins")
+                raise ApiError(507, f"there are {MAX_PINS} pins already, the maximum; unpin one first", code="pins")
             until = core.pins.now() + asked.seconds
             max_bytes = core.cache.pins.free_bytes + core.pins.num_bytes(OWNER)
             pin = core.pins.pin(OWNER, chain, len(token_ids), max_bytes, until=until, instead_of=before)
@@ -119,7 +119,7 @@ class OperatedEngine:
         return {"pin": asked.pin}
 
     async def check(self, asked: Check) -> Answer:
-        """Verify the engine's bookkeeping, one part at a time between steps."""
+        """Verify that the engine's internal records of blocks are consistent, one part at a time between steps."""
         verified: list[str] = []
         checks = await self._ask(lambda core: core.checks())
 
@@ -148,7 +148,7 @@ class OperatedEngine:
         return answer
 
     async def _whole(self, pin: CachePin) -> None:
-        """Wait up to `COMING_S` seconds until all of the pin's blocks that any tier has are in host memory."""
+        """Wait up to `COMING_S` seconds until host memory has all of the pin's blocks that any tier has."""
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:

@@ -1,4 +1,4 @@
-"""Plan: the tier sizes and the problems of a configuration, found without loading the model's weights."""
+"""ServerPlan: the report of `--check-config`, made without loading the model's weights."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The effect of a configuration on a model. If there are *refusals*, the server would not start."""
+    """The sizes and the problems of a configuration. If there are *refusals*, the server would not start."""
 
     model: str
     architecture: str
@@ -53,7 +53,7 @@ class ServerPlan:
     remote: str | None  # the address of a remote tier, without a password
     sidecar: str | None  # address of the sidecar with the lower tiers; None: the engine has its own lower tiers
     documents: Path | None  # the folder of documents; None: documents are lost when the process ends
-    remarks: list[str]  # one line for each thing that does not fit or does not work
+    remarks: list[str]  # one line for each part of the configuration that does not fit or does not work
     settings_without_effect: list[str]
     refusals: list[str]
 
@@ -86,7 +86,7 @@ class ServerPlan:
 
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
-    """Return the plan of *config* for *model*, without loading the model's weights.
+    """Return the plan of a server for *model* with *config* and the API *keys*.
 
     Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if its KV cannot be paged.
     """

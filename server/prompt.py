@@ -1,4 +1,4 @@
-"""Prompt: the tokens that a request asks to continue, and the breakpoints up to which the cache keeps them."""
+"""Prompt: the tokens that a request asks to continue, with the breakpoints that its `cache_control` sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from kvtier.server.documents.kept_prefixes import Breakpoint
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request, tokenized."""
+    """A tokenized prompt of a request. The prefix before each of its *breakpoints* is to be pinned."""
 
     token_ids: Sequence[int]
-    breakpoints: Sequence[Breakpoint] = ()  # in their order
+    breakpoints: Sequence[Breakpoint] = ()  # in the order of the prompt
     text: str | None = None  # the whole prompt as the client sent it; None: not sent as text
 
     def last(self, num_tokens: int) -> "Prompt":
-        """Return a prompt of the last *num_tokens* tokens, with the breakpoints among them."""
+        """Return the prompt cut to its last *num_tokens* tokens, with the breakpoints in this part."""
         num_cut = max(0, len(self.token_ids) - num_tokens)
         if not num_cut:
             return self

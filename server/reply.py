@@ -1,4 +1,4 @@
-"""Reply: how an endpoint writes the answer to one request, whole or in chunks."""
+"""Reply: the interface for writing the answer to one request in an endpoint's format, whole or as a stream."""
 
 import secrets
 import time
@@ -21,7 +21,7 @@ PADDED_BYTES = 32  # a token has up to about 20 bytes, so the chunks of nearly a
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice that has ended."""
+    """A complete choice of an answer. *index* is its place among the choices."""
 
     index: int
     completion: Completion
@@ -34,18 +34,18 @@ class Reply(Protocol):
         """Return the whole answer, for a request without a stream."""
 
     def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
-        """Yield the events of a stream for one piece; none if the piece adds nothing."""
+        """Yield the stream's events for a *piece* of the choice at *index*; none if the piece adds nothing."""
 
     def last_events(self) -> Iterator[bytes]:
         """Yield the events at the end of a stream."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the event that ends a failed stream."""
+        """Return the event that ends a stream with *error*."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields that the whole answer and every chunk of one reply in OpenAI's format have in common."""
+    """The fields that OpenAI's format has in every answer, and in every chunk of a streamed answer."""
 
     id: str
     created: int  # seconds since 1970
@@ -53,24 +53,24 @@ class Envelope:
 
     @classmethod
     def new(cls, prefix: str, model: str) -> "Envelope":
-        """Return an envelope with a new id, which begins with *prefix*, and with the current time."""
+        """Return an envelope with the current time and a new id that begins with *prefix*."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def chunk(self, kind: str, choices: Sequence[object], fields: Mapping[str, object]) -> bytes:
-        """Return the event of a chunk of this *kind*, with *fields* in addition to its *choices*."""
+        """Return a chunk of a streamed answer as an event. *kind* is its `object`, *fields* are further fields."""
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return data_event({**head, "choices": choices, **fields})
 
 
 class CountedTokens:
-    """Token counts of each choice of a stream so far. Owned by one reply."""
+    """A counter of the tokens of each choice of a stream so far. Owned by one reply."""
 
     def __init__(self) -> None:
         self._num_prompt: dict[int, int] = {}
         self._num_generated: Counter[int] = Counter()
 
     def begin(self, index: int, piece: StreamChunk) -> None:
-        """Record the length of the prompt of the choice at *index*; every *piece* of the choice has it."""
+        """Record the prompt length of the choice at *index*, which any *piece* of the choice contains."""
         self._num_prompt[index] = piece.tokens.num_tokens
 
     def add(self, index: int, piece: StreamChunk) -> None:
@@ -80,7 +80,7 @@ class CountedTokens:
             self._num_generated[index] = len(piece.completion.token_ids)
 
     def usage(self, index: int) -> dict[str, int]:
-        """Return the choice's `usage` so far, as vLLM's chunks have it."""
+        """Return the choice's `usage` so far, in the format of vLLM's chunks."""
         num_prompt, num_generated = self._num_prompt[index], self._num_generated[index]
         return {
             "prompt_tokens": num_prompt,
@@ -90,11 +90,11 @@ class CountedTokens:
 
 
 def chunk_fields(options: StreamOptions, text: object, logprobs: object, usage: Mapping[str, int]) -> dict[str, object]:
-    """Return the fields of a chunk in addition to its choice: `usage` and `obfuscation`, if asked for.
+    """Return the further fields of a chunk with a choice: `usage` and `obfuscation`, if *options* ask for them.
 
-    `usage` is null until the last chunk, unless the request asks for the *usage* so far. `obfuscation` is 1 to 32
-    random characters. They pad the varying part of a chunk, *text* (or calls) and *logprobs* in JSON, to a multiple of
-    32 bytes, so that an encrypted stream does not reveal the lengths of its tokens.
+    `usage` is null unless *options* ask for *usage* in every chunk. `obfuscation` is 1 to 32 random characters, which
+    pad *text* (or tool calls) and *logprobs* to a multiple of 32 bytes of JSON. So the size of an encrypted chunk does
+    not reveal the length of its token.
     """
     so_far = usage if options.continuous_usage_stats else None
     fields: dict[str, object] = {"usage": so_far} if options.include_usage else {}

@@ -1,4 +1,4 @@
-"""ResponseFormat: the format that a request requires of its answer's text, in OpenAI's and vLLM's parameters."""
+"""ResponseFormat: OpenAI's and vLLM's request parameters for the format that the answer's text must have."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -11,15 +11,15 @@ MAX_CHOICES_OF_TEXT = 1024
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """The format that allows any text."""
+    """The `response_format` that allows any text."""
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """The format that allows any JSON object."""
+    """The `response_format` that allows any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON schema in OpenAI's format. The model sees neither its name nor its description."""
+    """The object `json_schema` of OpenAI's `response_format`. The model sees neither *name* nor *description*."""
 
     name: str
     schema: dict[str, Any] = {}
@@ -28,9 +28,9 @@ class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """The format that allows JSON that follows a schema.
+    """The `response_format` that allows JSON that follows a schema.
 
-    Unless the schema is *strict*, keywords that cannot be enforced are ignored.
+    Keywords of the schema that cannot be enforced are ignored, unless *strict* is true.
     """
 
     json_schema: NamedSchema
@@ -42,7 +42,7 @@ Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=
 
 
 class StructuredOutputsParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`, of which exactly one field must be set."""
+    """vLLM's parameter `structured_outputs`. Exactly one of its fields must be set."""
 
     json: JsonSchema | None = None
     json_object: bool | None = None
@@ -54,11 +54,15 @@ class StructuredOutputsParam(msgspec.Struct, frozen=True, forbid_unknown_fields=
 def as_structured_outputs(
     response_format: ResponseFormat | None, asked: StructuredOutputsParam | None, guided: dict[str, Any]
 ) -> StructuredOutputs | None:
-    """Return the format that a request requires of its answer's text; None: any text.
+    """Return the format that the answer's text must have; None: any text.
 
-    *response_format* is OpenAI's parameter, and *asked* is vLLM's `structured_outputs`. *guided* maps vLLM's older
-    parameters, such as `guided_json`, to their values. Raises `InvalidParameter` if more than one of them requires a
-    format, and for an invalid schema or grammar.
+    Args:
+        response_format: OpenAI's parameter.
+        asked: vLLM's parameter `structured_outputs`.
+        guided: Values of vLLM's older parameters, such as `guided_json`, by name.
+
+    Raises:
+        InvalidParameter: Several parameters give a format, or a schema or grammar is invalid.
     """
     found = [*_of_format(response_format), *_of_vllm(asked)]
     for name, value in guided.items():

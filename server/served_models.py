@@ -1,4 +1,4 @@
-"""ServedModels: the names that a request may give as its model, and `/v1/models`."""
+"""ServedModels: the model names that requests may use, and the routes `/v1/models`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvtier.web.paths import MODELS
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The names of the model and of its adapters, which are known before the model is loaded."""
+    """The names of the served model and of its LoRA adapters. They are known before the model is loaded."""
 
     name: str  # of the model itself
     adapters: Sequence[str]
@@ -22,7 +22,10 @@ class ServedModels:
     longest_request: int | None  # maximum tokens of a prompt and its continuation; None: the model is not loaded yet
 
     def lora_of(self, model: str) -> str | None:
-        """Return the adapter called *model*, None for the model itself; raise ApiError 404 for any other name."""
+        """Return *model* if it is the name of an adapter, or None if it is the served model's name.
+
+        Raises ApiError 404 for any other name.
+        """
         if model == self.name:
             return None
         if model in self.adapters:

@@ -19,7 +19,7 @@ _DRAIN_POLL_S = 0.05
 
 
 class Service:
-    """The state that requests share, ready from its creation until `drain`. Owned by the event loop."""
+    """The state that all requests share. It accepts requests until `drain` is called. Owned by the event loop."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Service:
         documents: Documents,
         tool_format: ToolFormat,
     ) -> None:
-        """Create the service of a started *llm*. *tool_format* is how its model writes tool calls."""
+        """Create the service of the started engine *llm*. *tool_format* is the format of the model's tool calls."""
         self.settings = config.server
         self.models = models
         self.llm = llm
@@ -58,7 +58,7 @@ class Service:
     def share_among(self, num_tenants: int) -> None:
         """Divide the shared resources, such as places in the queue, among *num_tenants* tenants from now on.
 
-        A tenant that no longer has a key keeps its resources until its requests and pins end.
+        If a tenant no longer has an API key, its running requests and its pins still continue until they end.
         """
         self.num_tenants = num_tenants
         self.room.share_among(num_tenants)

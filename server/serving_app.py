@@ -1,4 +1,4 @@
-"""ServingApp: answers requests once the model is loaded. Imported late, because it imports torch and transformers."""
+"""ServingApp: answers requests once the model is loaded. It is imported late, because it imports torch."""
 
 import asyncio
 import contextlib
@@ -94,7 +94,7 @@ class ServingApp:
 
     @property
     def routes(self) -> Sequence[BaseRoute]:
-        """Routes that the app answers."""
+        """All routes of the app."""
         return self._app.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,9 +150,10 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how much of the host tier is prepared (backed by memory and, with CUDA, page-locked), until all of it is.
+        """Log how much of the host tier's memory is prepared: allocated and, with CUDA, page-locked. End when all is.
 
-        This can take longer than loading the model. With a sidecar, return at once, because its memory comes and goes.
+        Preparing can take longer than loading the model. With a sidecar, return at once, because its memory may
+        come and go while the server runs.
         """
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
@@ -188,10 +189,10 @@ async def load_app(
     entrance: Entrance,
     set_stage: Callable[[str], None],
 ) -> ServingApp:
-    """Load the model, open the stored documents, and return the app that serves both.
+    """Load the model, restore the stored documents, and return the app that serves requests.
 
-    Raises the errors of `AsyncLLM.start` and `Documents.open`. If the caller is cancelled, the engine's thread first
-    finishes loading, and then ends.
+    Raises the errors of `AsyncLLM.start` and `Documents.open`. If the caller is cancelled, the engine's thread
+    finishes loading before it ends.
     """
     llm = AsyncLLM(model, config, tokenizer, set_stage)
     await llm.start()
@@ -221,10 +222,7 @@ async def load_app(
 
 
 def process_age_s(stat: Path = _STAT) -> float:
-    """Return the seconds since the process started, imports included.
-
-    If *stat* cannot be read, returns the seconds since this module was imported.
-    """
+    """Return the seconds since the process started, or since this module was imported if *stat* cannot be read."""
     try:
         # Split only the fields from the third on, because the second field, the process's name, may contain spaces.
         fields = stat.read_text().rpartition(")")[2].split()
@@ -235,7 +233,7 @@ def process_age_s(stat: Path = _STAT) -> float:
 
 
 def stats_view(statistics: EngineStatistics) -> dict[str, object]:
-    """Return the statistics as a JSON object. It has tenants' bytes by name, but not those by digest of a salt."""
+    """Return the statistics as a JSON object. Bytes per tenant are listed only for tenants with a quota."""
     cache = replace(statistics.cache, host_tenants={})
     if cache.disk is not None:
         cache = replace(cache, disk=replace(cache.disk, tenants={}))
@@ -253,4 +251,4 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} in statistics")
+    raise NotImplementedError(f"statistics: a {type(value).__name__} cannot be written as JSON")

@@ -1,4 +1,4 @@
-"""Settings that have no effect because of the configuration's other settings."""
+"""Finds settings that have no effect because of other settings or the model, for `--check-config`."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from kvtier.web.api_keys import ApiKeys
 
 
 def settings_without_effect(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
-    """Return a line `key: reason` for each setting without effect, except for settings at their default."""
+    """Return a line `key: reason` for each setting that differs from its default but has no effect."""
     return [
         *_of_the_engine(config, groups),
         *_of_looking_ahead(config),

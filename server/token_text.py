@@ -1,4 +1,4 @@
-"""TokenText: the text of single tokens, which names them in log probabilities, and of whole prompts."""
+"""TokenText: decodes single tokens, for the log probabilities in answers, and whole prompts."""
 
 import re
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte, as tokenizers with byte fall
 
 
 class TokenText:
-    """A decoder of single tokens, including special ones. Owned by one request."""
+    """A decoder of single tokens, including special tokens, and of prompts. Owned by one request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}  # a cache, because a prompt repeats its tokens
 
     def of(self, token_id: int) -> str:
-        """Return the text of a token; U+FFFD for bytes that are only a part of a character."""
+        """Return the text of a token. U+FFFD replaces bytes that are only a part of a character."""
         if token_id not in self._known:
             text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             assert isinstance(text, str)  # decode returns a list only for several lists
@@ -32,7 +32,7 @@ class TokenText:
         return self._known[token_id]
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the token's bytes, which may be only a part of a character; None if they cannot be found out."""
+        """Return the bytes that a token stands for; None if they are unknown. They may be a part of a character."""
         text = self.of(token_id)
         if _PART_OF_A_CHARACTER not in text:
             return text.encode()
@@ -45,7 +45,7 @@ class TokenText:
         return None if None in values else bytes(value for value in values if value is not None)
 
     def name_of(self, token_id: int) -> str:
-        """Return the token's text, or OpenAI's `bytes:` name of a token that is a part of a character."""
+        """Return the name of a token in log probabilities: its text, or `bytes:…` if it is a part of a character."""
         text, content = self.of(token_id), self.bytes_of(token_id)
         if _PART_OF_A_CHARACTER not in text or content is None:
             return text
@@ -62,10 +62,10 @@ class TokenText:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of a byte-level token stands for, as in GPT-2's tokenizer.
+    """Return the byte for each character in tokens of a byte-level tokenizer, such as GPT-2's.
 
-    A printable byte is written as the character with its number. The other bytes, in order, are written as U+0100,
-    U+0101 and so on.
+    Such a tokenizer writes a printable byte as the character with the same number. It writes the other bytes, in order,
+    as U+0100, U+0101 and so on.
     """
     own = {value for value in range(256) if chr(value) in ByteLevel.alphabet()}
     others = (value for value in range(256) if value not in own)
@@ -73,15 +73,15 @@ def _byte_of() -> dict[str, int]:
 
 
 def finite(logprob: float) -> float:
-    """Return *logprob*, or -9999.0 for minus infinity, which JSON does not have."""
+    """Return *logprob*, but at least -9999.0, because JSON has no minus infinity."""
     return max(logprob, MIN_LOGPROB)
 
 
 def prompt_logprobs(told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText) -> PromptLogprobs:
     """Return the log probabilities of a prompt's tokens in vLLM's format.
 
-    For each token, the list has an object with token ids as keys: the token itself, then the *num_top* likeliest tokens
-    at its position. It has None for a token without log probabilities.
+    Each item of the list is for one token. It maps token ids to log probabilities: of the token itself, and of the
+    *num_top* likeliest tokens at its position. The item is None if the token has no log probabilities.
     """
     return [None if item is None else _of_token(item, num_top, text) for item in told]
 

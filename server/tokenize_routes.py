@@ -1,4 +1,4 @@
-"""The routes `/tokenize` and `/detokenize`: a prompt's token ids and back, in vLLM's format."""
+"""The routes `/tokenize` and `/detokenize`, in vLLM's format: convert a prompt to token ids, and back."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -123,6 +123,6 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_model(service: Service, model: str | None) -> None:
-    """Raise ApiError 404 for a model that is not served. None stands for the served model."""
+    """Raise ApiError 404 if *model* is not served. None stands for the served model."""
     if model is not None:
         service.models.lora_of(model)

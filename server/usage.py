@@ -16,19 +16,19 @@ from kvtier.tiers.lower.statistics import TokenBalance
 class Usage:
     """The token counts of one request.
 
-    A prompt counts once, however many choices it has. Its cache hits are those of its first choice.
+    A prompt with several choices counts once, with the cache hits of its first choice.
     """
 
     num_choices: int  # of each prompt
     prompts: TokenBalance = field(default_factory=TokenBalance)
     num_generated: int = 0
     ttft_s: float | None = None  # time to first token of the first choice, measured by the engine
-    is_pinned: bool | None = None  # whether all prompts are pinned now; None: not asked for
+    is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request asks for no pin
     kept: Keeping | None = None  # the kept part of the prompt; None: the request has no breakpoints
     left_out: Sequence[str] = ()  # keywords of the request's schemas that are not enforced
 
     def note_pinned(self, has_room: bool) -> None:
-        """Record whether there was room to pin a prompt, or all of its prefixes that the request asks to keep."""
+        """Record whether a prompt, or every prefix that the request asks to keep, could be pinned."""
         self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:
@@ -50,7 +50,7 @@ class Usage:
         )
 
     def kvtier(self) -> KvtierObject:
-        """Return the object `kvtier`: the tiers that the prompts' tokens came from, and why some were computed."""
+        """Return the object `kvtier`: which tiers the prompt's tokens came from, and why some were recomputed."""
         return KvtierObject(
             tokens=self.by_tier(),
             reasons=dict(self.prompts.reasons),
@@ -61,7 +61,7 @@ class Usage:
         )
 
     def by_tier(self) -> TokenSources:
-        """Return the number of prompt tokens from each tier, and of computed ones."""
+        """Return the numbers of prompt tokens that came from each tier, and of recomputed ones."""
         tokens = self.prompts
         return TokenSources(
             device=tokens.device,

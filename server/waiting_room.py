@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from kvtier.engine.sharing.turns import FairShare
 
-_NUM_REMEMBERED = 64  # a tenant's latest departures, from which its pace is estimated
+_NUM_REMEMBERED = 64  # departures per tenant from which its rate is estimated
 _LONGEST_WAIT_S = 600
 
 
 class RoomFull(Exception):
-    """Error raised when the waiting room is full. *retry_after_s* estimates in how many seconds it has room again."""
+    """Error raised when the waiting room is full. *retry_after_s* estimates the seconds until it has room again."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"the queue is full; try again in {retry_after_s} s")
@@ -55,17 +55,17 @@ class Visit:
 class WaitingRoom:
     """A queue with room for *capacity* running and waiting completions. Owned by the event loop.
 
-    Each request in the room is a visit. A visit waits for its turn, which lets the request go to the engine.
+    Each request in the room is a visit. A visit waits for its turn, which is the permission to go to the engine.
 
-    One tenant may fill the room. If the room is full when a request arrives whose tenant is within its share, the room
-    rejects visits of the tenant that uses most: the newest ones without a turn.
+    One tenant may fill the room. But if another tenant then sends a request within its fair share, waiting visits of
+    the largest tenant are rejected to make room, the newest first.
 
-    With several tenants, at most *num_turns* completions are in the engine, which runs them in order of arrival. The
-    next turn goes to the tenant with the fewest completions in the engine. Within a tenant, it goes to the most urgent
-    visit, then the oldest.
+    With several tenants, at most *num_turns* completions are in the engine at a time. The next turn goes to the tenant
+    with the fewest completions in the engine. Among the visits of this tenant, it goes to the most urgent one, then to
+    the oldest one.
 
-    The retry time of a rejected request estimates when enough completions of its own tenant will have ended, at their
-    recent rate. So it reveals nothing about other tenants. Time in which the tenant has no completions does not count.
+    A rejected request is told when to retry. This estimate depends only on the recent rate at which completions of the
+    request's own tenant ended, so it reveals nothing about other tenants.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class WaitingRoom:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of completions inside."""
+        """Maximum number of completions in the room."""
         return self.share.total
 
     @property
     def num_inside(self) -> int:
-        """Number of completions inside, running or waiting."""
+        """Number of completions in the room, running or waiting."""
         return sum(visit.num_completions for visit in self._visits)
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide the room among *num_tenants* from now on."""
+        """Set the number of tenants that share the room."""
         self.share = FairShare(self.capacity, num_tenants)
 
     @contextmanager
     def enter(self, num_completions: int, tenant: str | None = None, priority: int = 0) -> Iterator[Visit]:
-        """Enter the room with a request of *num_completions* completions. The visit ends with the context.
+        """Enter the room with a request of *num_completions* completions. The visit ends with the `with` block.
 
         Within a tenant, a lower *priority* is more urgent.
 
@@ -119,10 +119,10 @@ class WaitingRoom:
             self._leave(visit)
 
     def reject_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
-        """Reject every request of which nothing is computed yet, with the error that *refusal* returns.
+        """Reject every request that the engine has not started, with the error that *refusal* returns.
 
-        Such a request has no turn yet, or the engine has not started any of its prompts. *in_engine* has all prompts
-        that wait in the engine.
+        Such a request has no turn yet, or all of its prompts still wait in the engine. *in_engine* lists the prompts
+        that wait there, as the same objects as in `Visit.prompts`.
         """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
@@ -140,7 +140,7 @@ class WaitingRoom:
             raise RoomFull(self._wait_s(tenant, num_completions))
 
     def _first_to_give_way(self) -> Visit | None:
-        """Return the visit to reject next: the newest one without a turn, of the largest tenant beyond its share."""
+        """Return the visit to reject next: the newest waiting visit of the largest tenant that exceeds its share."""
         for tenant, num_inside in self._inside().most_common():
             if num_inside <= self.share.each:
                 return None
@@ -162,7 +162,7 @@ class WaitingRoom:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        """Give free turns to the next visits. A smaller visit does not overtake a large one that is next."""
+        """Give turns while the engine has room. If the next visit is too large, no smaller one overtakes it."""
         limit = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
@@ -183,7 +183,7 @@ class WaitingRoom:
 
 
 class _Pace:
-    """The rate at which the completions of one tenant leave."""
+    """The rate at which completions of one tenant leave the room, over the time in which the tenant has any."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,1 +1,1 @@
-"""The sidecar: the tiers below the device in a process of their own, to which engines attach. No CUDA, no torch."""
+"""The sidecar: a process with the tiers below GPU memory, to which engines attach. It uses neither CUDA nor torch."""

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 4  # concurrent reads from disk
 NUM_WRITERS = 2  # one write in progress, and one that gathers blocks behind it
-NUM_CHECKERS = 2  # threads that verify chunks for engines; as many others compute the digests of new chunks
-OPENING_WAIT_S = 5.0  # longest wait for the disk before engines may attach; a disk that opens later is used then
+NUM_CHECKERS = 2  # threads that verify chunks before engines read them; as many more compute digests of new chunks
+OPENING_WAIT_S = 5.0  # longest wait for the disk before engines may attach; if it opens later, it is used from then on
 
 MakeEndpoints = Callable[[Layouts, TransferEngine], Sequence[Endpoint]]
 
@@ -43,11 +43,18 @@ def build_sidecar(
     progress: Callable[[str], None] = lambda line: None,
     left: int | None = None,
 ) -> Sidecar:
-    """Return a sidecar as configured, whose endpoints *make_endpoints* creates.
+    """Create a sidecar.
 
-    *progress* is called with a line about each slow step. *left* is a descriptor that may be the previous process's
-    segment; a descriptor that cannot be used is closed. Raises OSError or ValueError if a part of the sidecar cannot be
-    created, after the parts that were created before it are closed. The message says what to do.
+    Args:
+        config: The sidecar's configuration.
+        make_endpoints: Creates the sockets at which engines attach.
+        progress: Called with a line of text about each slow step.
+        left: File descriptor of a segment (shared memory) that a previous process may have left. It is reused if
+            possible, and closed otherwise.
+
+    Raises:
+        OSError: A part of the sidecar cannot be created. The message says what to do.
+        ValueError: A setting cannot be used. The message says what to do.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     with ExitStack() as undo:
@@ -120,7 +127,7 @@ def _beside(store: Path) -> Path:
 
 
 def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:
-    """Return the segment that the previous process *left* if its size and extents match, or else a new one."""
+    """Return the segment that the previous process left if it can be reused, or else a new one."""
     if left is not None:
         why = handover_error(left) or why_not_taken_over(left, extent_bytes, num_extents)
         if not why:

@@ -55,8 +55,8 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
 class SocketConfig(Table, frozen=True, kw_only=True):
     """`[socket]`: the Unix socket at which kvtier's own engines attach.
 
-    *path* "none" means no socket, "auto" the path of `default_socket`. Processes of the sidecar's user and of the users
-    *allow_uids* may attach.
+    If *path* is "none", there is no socket. If it is "auto", `default_socket` chooses the path. Processes of the
+    sidecar's user and of the users *allow_uids* may attach.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
@@ -78,10 +78,10 @@ def default_socket(environment: Mapping[str, str]) -> str | None:
 
 
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
-    """`[models."NAME"]`: the weights of an engine that serves NAME, so that a change of weights is noticed.
+    """`[models."NAME"]`: identifies the weights of the model NAME, so that no KV of other weights is reused.
 
-    Exactly one of the two keys must be given. *path* is the folder or file of the weights, whose digest is computed
-    when the sidecar starts. *revision* is any text that changes when the weights do.
+    Exactly one of the two keys must be given. *path* is the folder or file of the weights. The sidecar computes its
+    digest at the start. *revision* is any text that changes when the weights do.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -95,10 +95,13 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
 class HttpConfig(Table, frozen=True, kw_only=True):
     """`[http]`: the HTTP server for people and monitoring.
 
-    *port* "none" means no server, 0 any free port. If a token is set, in *token* or in the file *token_file*, every
-    request except `/health` and the dashboard's page needs `Authorization: Bearer TOKEN`. Without a token *host* must
-    be a loopback address, because everyone who reaches the server may use `/clear`. The `Host` header of requests must
-    then be an IP address, `localhost` or one of *allowed_hosts*.
+    If *port* is "none", there is no server. If it is 0, the server uses any free port.
+
+    *token*, or the file *token_file*, sets a token. Every request then needs `Authorization: Bearer TOKEN`, except for
+    `/health` and the dashboard's page.
+
+    Without a token, everyone who reaches the server may empty the cache. So *host* must be a loopback address, and the
+    `Host` header of requests must be an IP address, `localhost` or one of *allowed_hosts*.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -139,9 +142,10 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
 class SidecarConfig(Table, frozen=True, kw_only=True):
     """The sidecar's whole configuration.
 
-    Host memory is cut into extents of *extent* bytes. An extent has chunks of only one layout at a time, and no chunk
-    may be larger than an extent. On exit, the sidecar writes chunks that are only in host memory to disk, for at most
-    *drain_s* seconds.
+    Host memory is divided into extents of *extent* bytes. At any time, all chunks in an extent have the same layout,
+    which is the model and the format of its KV. No chunk may be larger than an extent.
+
+    On exit, the sidecar spends at most *drain_s* seconds on writing to disk what is only in host memory.
     """
 
     host: HostConfig = HostConfig()
@@ -171,7 +175,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
 
 def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:
-    """Return the configuration in the TOML file *source*, with the tables *given* in place of its own.
+    """Return the configuration in the TOML file *source*. The keys in the tables *given* override those in the file.
 
     Raises `ConfigError` for an unknown key or an invalid value.
     """

@@ -1,4 +1,4 @@
-"""Endpoint: the interface of a socket at which engines attach, and the state that it reports."""
+"""Endpoint: the interface of a socket at which engines attach, and the clients, leases and counts that it reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from kvtier.tiers.lower.statistics import TokenBalance
 
 
 class LeaseUse(StrEnum):
-    """Reason why a client's chunks are not evicted."""
+    """Reason why chunks are leased, which protects them from eviction."""
 
     PROMISED = "promised"  # reported to the client as a hit
     READ = "read"  # the client copies them out of host memory now
@@ -21,7 +21,7 @@ class LeaseUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A client's lease on *num_chunks* blocks of one group in host memory, for example on the chunks of one rank."""
+    """A client's lease, which keeps *num_chunks* chunks of one group (for example, of one rank) in host memory."""
 
     use: LeaseUse
     group: int
@@ -33,8 +33,8 @@ class Lease:
 class AttachedClient:
     """An attached engine's process, or one of its connections.
 
-    *name* identifies the client at its endpoint, for example "process 4711, connection 23". *layout* is None for a
-    client that has not registered one.
+    *name* identifies the client at its endpoint, for example "process 4711, connection 23". *layout* is None if the
+    client has not registered a layout.
     """
 
     name: str
@@ -45,9 +45,9 @@ class AttachedClient:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorCounts:
-    """Totals of one endpoint since the start, in blocks of one group.
+    """Totals of one endpoint since the sidecar's start, mostly counts of blocks (chunks, with LMCache).
 
-    The endpoint determines the keys of *lost*, *operations* and *refused*; clients cannot add any.
+    Each mapping has a fixed set of keys, so clients cannot create labels of metrics.
     """
 
     kind: str  # such as "lmcache"
@@ -62,18 +62,21 @@ class ConnectorCounts:
 
 
 class Endpoint(Protocol):
-    """A socket at which engines attach: translates frames into calls of the layouts. Owned by the sidecar's thread."""
+    """A socket at which engines attach. It translates their messages into calls of `Layouts`.
+
+    Owned by the sidecar's thread.
+    """
 
     @property
     def file(self) -> int:
-        """A descriptor that is readable when frames may have arrived."""
+        """A file descriptor that is readable when messages may have arrived."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether engines wait for answers that are not ready, or deadlines are running."""
+        """Whether `tick` must be called often, because engines wait for answers or deadlines are running."""
 
     def receive(self) -> bool:
-        """Process some of the frames that have arrived, and return whether there may be more."""
+        """Process some of the messages that have arrived, and return whether there may be more."""
 
     def tick(self) -> None:
         """Send the answers that have become ready, and time out requests and clients that are past their deadline."""
@@ -81,18 +84,18 @@ class Endpoint(Protocol):
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """Prepare for the eviction of all chunks of these layouts.
 
-        No lookup may ever find the chunks that engines are storing in these layouts now. Chunks that were reported to
-        an engine as a hit stay leased, because vLLM's engine may end if it cannot load them.
+        Chunks that engines are storing now must never be found by a lookup. Chunks that were reported to an engine as
+        a hit stay leased, because a vLLM engine may crash if it cannot load them.
         """
 
     def clients(self) -> Sequence[AttachedClient]:
-        """Return all attached clients, by value."""
+        """Return a snapshot of all attached clients."""
 
     def counts(self) -> ConnectorCounts:
-        """Return all counters, by value."""
+        """Return a snapshot of all counters."""
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
 
     def close(self) -> None:
-        """Stop receiving frames."""
+        """Stop receiving messages, and end all connections."""

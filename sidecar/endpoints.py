@@ -1,4 +1,4 @@
-"""The construction of the endpoints that a configuration names."""
+"""Functions that create the configured endpoints, at which engines attach."""
 
 import errno
 import os
@@ -27,11 +27,11 @@ def endpoints_of(
     weights: Mapping[str, str],
     listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
 ) -> MakeEndpoints:
-    """Return a function that makes the configured endpoints once there are layouts.
+    """Return the function with which `build_sidecar` creates the configured endpoints.
 
-    *weights* has a digest or revision of each model's weights. *listener* is called with the name of an endpoint (see
-    `inherited`) and a URL, and returns a socket that listens there. The returned function raises OSError if an address
-    is not available.
+    *weights* maps models to a digest or revision of their weights. *listener* gets the name of an endpoint, such as
+    `LMCACHE`, and a URL. It returns a socket that listens at the URL. The returned function raises OSError if an
+    address is not available.
     """
 
     def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Endpoint]:
@@ -49,7 +49,7 @@ def endpoints_of(
 
 
 def socket_path(config: SocketConfig) -> str | None:
-    """Return the path at which kvtier's own engines attach, or None if there is no such endpoint."""
+    """Return the path of the socket at which kvtier's own engines attach, or None if there is no such socket."""
     if config.path == "none":
         return None
     return default_socket(os.environ) if config.path == "auto" else config.path

@@ -1,4 +1,4 @@
-"""Extents: the assignment of host memory, in parts of equal size, to the layouts that use it most recently."""
+"""Extents: the division of host memory into parts of equal size, and their assignment to layouts by recent use."""
 
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -7,44 +7,43 @@ from kvtier.transfer.segment import Segment
 
 
 class Holder(Protocol):
-    """The owner of some extents, in which it keeps chunks of one size."""
+    """A user of host memory, which keeps chunks of one size in the extents that it holds."""
 
     def give(self, extent: int) -> None:
         """Add an empty extent to this holder."""
 
     def take_back(self, extent: int) -> bool:
-        """Evict the chunks in the extent, and remove it from this holder.
+        """Evict the chunks in the extent, and remove the extent from this holder.
 
-        Returns False and changes nothing if a chunk in the extent is leased, or has no copy on disk yet while the disk
-        accepts writes.
+        Returns False and changes nothing if one of the chunks is leased, or must still be copied to disk.
         """
 
     def oldest_extent(self) -> int | None:
-        """Return the extent of the chunk that this holder would evict first; None if it can evict no chunk."""
+        """Return the extent of the chunk that this holder would evict next, or None if it can evict no chunk."""
 
 
 class Extents:
-    """The segment (the shared host memory), cut into extents of *extent_bytes*, and the holder of each extent.
+    """The extents of the segment (the shared host memory), and the holder of each extent.
 
-    A holder that needs memory gets an extent without a holder first. When there is none left, it gets the least
-    recently used extent of another holder, unless that extent was used more recently than the extent from which it
-    would itself evict next. Owned by the sidecar's thread.
+    A holder that needs memory gets an unused extent. If there is none, it gets the least recently used extent of
+    another holder. But if its own `oldest_extent` was used even less recently, it gets none, and must evict its own
+    chunks. Owned by the sidecar's thread.
     """
 
     def __init__(
         self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
     ) -> None:
-        """Start without holders. The extents *left_out* never get a holder."""
+        """Create extents without holders. The extents *left_out* are never used."""
         self.extent_bytes = extent_bytes
         self._left_out = left_out
         self._segment = segment
         self._clock = clock
         self._holders: dict[int, Holder] = {}  # by extent
         self._used_at: dict[int, float] = {}  # by extent, for extents with a holder
-        self._num_given = 0  # length of the run of extents at the beginning that were given or are left out
+        self._num_given = 0  # all extents with smaller numbers were given to holders or are left out
 
     def acquire(self, holder: Holder) -> bool:
-        """Give the holder one more extent. Return False if none is unused and none can be taken from another holder."""
+        """Give the holder one more extent, if necessary from another holder. Return False if that is not possible."""
         extent = self._unused()
         if extent is None:
             extent = self._take_oldest(holder)
@@ -64,7 +63,7 @@ class Extents:
         return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
 
     def check(self) -> None:
-        """Raise AssertionError if an extent that was given or used has no holder."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
         left_out = [extent for extent in self._left_out if extent < self._num_given]
         assert sorted([*self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
@@ -79,11 +78,11 @@ class Extents:
     def _take_oldest(self, taker: Holder) -> int | None:
         """Take the least recently used extent that a holder other than *taker* can give up, and return it.
 
-        Among extents that were last used at the same time, prefer those from which their holders would evict next,
-        because they have the tail of a document. Returns None if *taker* should rather evict chunks of its own.
+        Returns None if there is no such extent, or if *taker* should evict chunks of its own instead.
         """
         own = taker.oldest_extent()
         limit = self._clock() if own is None else self._used_at[own]
+        # On a tie, prefer an extent from which its holder would evict next, because it has the end of a document.
         first_to_go = {holder.oldest_extent() for holder in self._holders.values() if holder is not taker}
         others = [extent for extent, holder in self._holders.items() if holder is not taker]
         for extent in sorted(others, key=lambda extent: (self._used_at[extent], extent not in first_to_go)):

@@ -1,4 +1,4 @@
-"""FinishedTransfers: a queue of finished transfers, with a descriptor so that one wait covers transfers and sockets."""
+"""FinishedTransfers: a queue of finished transfers with a descriptor, to wait for transfers and sockets together."""
 
 import os
 import queue
@@ -12,7 +12,7 @@ _ONE = (1).to_bytes(8, sys.byteorder)  # an increment for eventfd(2)
 
 
 class FinishedTransfers(queue.SimpleQueue[Transfer]):
-    """A queue of finished transfers (see `Finished`) whose *file* is readable from each `put` until `reset`."""
+    """A queue of finished transfers. Its descriptor *file* is readable from each `put` until the next `reset`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
 
     @property
     def file(self) -> int:
-        """The descriptor to wait for. Raises ValueError once it is closed."""
+        """The descriptor to wait for. Raises ValueError after `close`."""
         return self._event.fileno()
 
     def put(self, item: Transfer, block: bool = True, timeout: float | None = None) -> None:
@@ -29,14 +29,14 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
         self._event.write(_ONE)
 
     def wake(self) -> None:
-        """Make *file* readable; do nothing once it is closed. Callable from any thread and from signal handlers."""
+        """Make *file* readable, unless it is closed. May be called by any thread and by signal handlers."""
         with suppress(ValueError):
             self._event.write(_ONE)
 
     def reset(self) -> None:
-        """Make *file* unreadable until the next `put`. Read the queue only after this call, to miss no transfer."""
+        """Make *file* unreadable until the next `put`. Call this before reading the queue, to miss no transfer."""
         self._event.read(8)  # returns None at once if it is not readable
 
     def close(self) -> None:
-        """Close the descriptor; nothing may be put after this. Idempotent."""
+        """Close the descriptor. Do not call `put` after this. Idempotent."""
         self._event.close()

@@ -1,4 +1,4 @@
-"""Inherited: descriptors from the service manager, either listening sockets or descriptors that it has kept."""
+"""Inherited: file descriptors from systemd, which are listening sockets or were kept for this process."""
 
 import logging
 import os
@@ -19,13 +19,13 @@ class Inherited:
     """The descriptors of `sd_listen_fds_with_names(3)`, by name.
 
     They come from a socket unit (`FileDescriptorName=`), or from the service's file descriptor store. Each descriptor
-    can be taken once. `close` closes and logs those that were not taken. Child processes inherit none of them.
+    can be taken once. `close` closes the remaining ones. Child processes do not inherit descriptors.
     """
 
     def __init__(self, environment: MutableMapping[str, str], first: int = FIRST) -> None:
         """Take the descriptors that the variables `LISTEN_*` name, and remove these variables from *environment*.
 
-        Takes none if the variables are meant for another process. *first* is the number of the first descriptor.
+        If the variables are meant for another process, no descriptor is taken. *first* is the number of the first one.
         """
         self._files: dict[str, list[int]] = {}
         pid, number, names = (environment.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
@@ -38,12 +38,15 @@ class Inherited:
             self._files.setdefault(name, []).append(first + place)
 
     def take(self, name: str) -> int | None:
-        """Return the first descriptor of that name, which then belongs to the caller; None if there is none."""
+        """Return the next descriptor of that name, or None if there is none. The caller must close it."""
         files = self._files.get(name)
         return files.pop(0) if files else None
 
     def take_listener(self, name: str) -> socket.socket | None:
-        """Return the descriptor of that name as a listening stream socket; close and log one of another kind."""
+        """Return the next descriptor of that name as a listening stream socket, or None if there is none.
+
+        A descriptor of another kind is closed, with a warning in the log.
+        """
         file = self.take(name)
         if file is None:
             return None
@@ -60,7 +63,7 @@ class Inherited:
         return None
 
     def close(self) -> None:
-        """Close and log the descriptors that were not taken."""
+        """Close the descriptors that were not taken, and log a warning about each."""
         for name, files in self._files.items():
             for file in files:
                 log.warning("systemd: the descriptor %r is not used, and was closed", name)

@@ -1,4 +1,4 @@
-"""KeptFiles: sockets and host memory that outlive the sidecar's process, because the service manager keeps them."""
+"""KeptFiles: sockets and shared memory that systemd keeps from one sidecar process to the next."""
 
 import logging
 import socket
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class KeptFiles:
-    """Descriptors that the previous process left or a socket unit provides, and those that this process leaves.
+    """The sockets and the shared memory that this process gets from systemd, and those that it leaves with systemd.
 
-    An inherited socket is used only if it listens at the configured address. A socket unit may listen anywhere, and
-    LMCache's protocol has no authentication.
+    A socket from systemd is used only if it listens at the configured address. Otherwise, a socket unit could make
+    LMCache's protocol, which has no authentication, reachable from other machines.
     """
 
     def __init__(self, systemd: Systemd, inherited: Inherited) -> None:
@@ -25,13 +25,13 @@ class KeptFiles:
 
     @property
     def left_segment(self) -> int | None:
-        """A descriptor that may be the previous process's segment. `build_sidecar` takes it over or closes it."""
+        """Descriptor of the segment that a previous process may have left. `build_sidecar` reuses it or closes it."""
         return self._left
 
     def listener(self, name: str, url: str) -> socket.socket:
         """Return the inherited socket *name* if it listens at *url*, or else a new socket that does.
 
-        The service manager keeps a new socket. Raises OSError if the new socket cannot listen at *url*.
+        A new socket is left with systemd for the next process. Raises OSError if it cannot listen at *url*.
         """
         found = self.given_listener(name, url)
         if found is None:
@@ -42,7 +42,7 @@ class KeptFiles:
     def given_listener(self, name: str, url: str) -> socket.socket | None:
         """Return the inherited socket *name* if it listens at *url*, or None.
 
-        A socket that listens elsewhere is closed and logged.
+        If it listens at another address, it is closed, with a warning in the log.
         """
         found = self._inherited.take_listener(name)
         if found is None or is_at(found, url):
@@ -55,11 +55,11 @@ class KeptFiles:
         return None
 
     def keep_listener(self, name: str, file: int) -> None:
-        """Have the service manager keep a socket that this process has created."""
+        """Make systemd keep a socket of this process for the next one."""
         self._systemd.keep(name, file)
 
     def keep_segment(self, segment: Segment) -> None:
-        """Have the service manager keep the segment, instead of a previous segment that was not taken over."""
+        """Make systemd keep this segment for the next process, and drop a previous segment that was not reused."""
         if segment.is_taken_over:  # do not compare descriptors: a new segment may have reused the number
             return
         if self._left is not None:
@@ -67,6 +67,6 @@ class KeptFiles:
         self._systemd.keep(SEGMENT, segment.lock_file)
 
     def let_go(self) -> None:
-        """Have the service manager keep nothing, because no other process follows."""
+        """Make systemd drop everything that it keeps, because no other process follows."""
         for name in (LMCACHE, ENGINE, HTTP, SEGMENT):
             self._systemd.do_not_keep(name)

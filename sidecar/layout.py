@@ -1,4 +1,4 @@
-"""Layout: the description of an engine's blocks that the sidecar needs to store them."""
+"""Layout: the model and the KV format of an engine, which the sidecar needs to store the engine's blocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,14 +12,14 @@ MAX_SLOTS = 1 << 22  # of all groups of a layout; each costs about fifty bytes i
 
 
 class LayoutRefused(ValueError):
-    """The error of a layout whose blocks the sidecar cannot keep. The message says why, and what to do."""
+    """Error for a layout whose blocks the sidecar cannot store. The message says why, and what to do."""
 
 
 class SlotMemory(HostMemory, Protocol):
-    """The slots for blocks of one size in a segment, which is host memory that engines map.
+    """The slots for blocks of one size in the segment, which is host memory that engines map.
 
-    The segment is cut into extents of equal size. A slot may be used only while its extent belongs to this memory;
-    `Extents` records to which memory each extent belongs.
+    Slots are numbered through the whole segment. A slot may be used only while its extent, a fixed part of the segment,
+    is assigned to this memory; see `Extents`.
     """
 
     @property
@@ -36,14 +36,13 @@ class SlotMemory(HostMemory, Protocol):
         """Return for each of these slots the extent in which it begins."""
 
     def extents_of(self, slots: Ids) -> list[int]:
-        """Return the extents in which these slots begin, each extent once."""
+        """Return the extents in which these slots begin, without duplicates."""
 
 
 class Layout(Protocol):
-    """Everything besides the prompt that determines the bytes of a block.
+    """Everything besides the prompt that determines the bytes of a block, such as the model, weights and KV format.
 
-    Two engines share blocks only if all of it is equal. Equal layouts compare and hash as equal, and have the same
-    digest.
+    Two engines share blocks only if their layouts are equal. Equal layouts have the same hash and the same digest.
     """
 
     @property
@@ -56,11 +55,11 @@ class Layout(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the layout, 16 bytes, which is the namespace of its blocks on disk."""
+        """Digest of the layout, 16 bytes. On disk, it separates the blocks of this layout from others (namespace)."""
 
     @property
     def groups(self) -> Sequence[BlockGroup]:
-        """Groups of blocks that are kept apart, each with slots of its own."""
+        """Groups of blocks, for example one for each rank. Each group has slots of its own."""
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[SlotMemory]:
         """Return the slots of each group. Raise `LayoutRefused` if a block does not fit in an extent."""

@@ -19,10 +19,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason
 
 
 class LeasedSlots:
-    """The slots of one group, as a `Holder` of extents.
+    """The `Holder` of one group's extents, which keeps the group's `LocalTiers` within these extents.
 
-    The tiers number the slots of the whole segment. This class keeps leases on the slots that do not lie completely in
-    an extent of this holder, so that the tiers put no block into them.
+    The `LocalTiers` could put blocks into all slots of the segment. So this class leases every slot that does not lie
+    completely in one of the group's extents.
     """
 
     def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
@@ -50,10 +50,10 @@ class LeasedSlots:
 
 
 class LayoutTiers:
-    """The tiers of one layout (`LocalTiers`), whose host memory is the layout's extents of the segment.
+    """The tiers of one layout (`LocalTiers`), whose host memory is a changing set of extents.
 
-    Calls that need host slots go through this class, which first gets the layout more extents if necessary. All other
-    calls go to *tiers*. Owned by the sidecar's thread.
+    Call this class for everything that needs host slots, because it acquires more extents if necessary. For everything
+    else, call *tiers*. Owned by the sidecar's thread.
     """
 
     def __init__(
@@ -67,11 +67,10 @@ class LayoutTiers:
         clock: Callable[[], float],
         traces: SpillTraces | None = None,
     ) -> None:
-        """Start without any extent.
+        """Create the tiers, without any extent.
 
-        *memories* has the slots of each group. *store* is the layout's view of the store on disk; None without a disk.
-        A read from disk is given up after *read_timeout_s*. *traces* receives the copies to disk; None if they are not
-        traced.
+        *memories* has the slots of each group. *store* is the layout's part of the store on disk, or None without a
+        disk. Reads from disk time out after *read_timeout_s*. *traces* records the copies to disk for tracing.
         """
         self.layout = layout
         self.tiers = tiers
@@ -93,9 +92,10 @@ class LayoutTiers:
         return slots
 
     def room_for(self, group_id: int, places: Places) -> int:
-        """Make room in host memory for chunks just found at *places*; return how many of the first ones fit.
+        """Make room in host memory to fetch chunks, which were just found at *places*.
 
-        The chunks that must be read take the slots of other chunks, including later chunks of the same prompt.
+        Returns how many of the chunks fit, counted from the first. The caller fetches only these. Reading them may
+        evict the later ones.
         """
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))
@@ -116,7 +116,7 @@ class LayoutTiers:
         on_fetched: OnFetched,
         priority: ReadPriority,
     ) -> LocalFetch:
-        """Fetch any blocks that `LowerTiers.find` has just found at *places*; see `LowerTiers.fetch`."""
+        """Make room for any blocks, which `LowerTiers.find` has just found at *places*, and fetch them."""
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
@@ -132,7 +132,7 @@ class LayoutTiers:
         self.tiers.refresh(group_id, names, were_read)
 
     def touch(self, group_id: int, slots: Ids) -> None:
-        """Mark the extents of these slots as just used, so that they are taken from the layout last."""
+        """Mark the extents of these slots as just used, so that the layout loses them last."""
         for extent in self.memories[group_id].extents_of(slots):
             self._extents.touch(extent)
 
@@ -144,21 +144,21 @@ class LayoutTiers:
             self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
-        self._remember_lost()  # only for explanations: the sidecar does not know which chunks engines have copies of
+        self._remember_lost()  # used only to explain misses, because engines may have copies of these chunks
         self.tiers.hints.spill()
         self.trace_spills()
 
     def add_traced(self, traceparent: str, names: Sequence[BlockName]) -> None:
-        """Record that these chunks belong to the request whose span the W3C header *traceparent* names.
+        """Include the writes of these chunks to disk in the trace that the W3C header *traceparent* names.
 
-        Ignores an invalid header, and one whose trace is not sampled.
+        A header that is invalid, or whose trace is not sampled, is ignored.
         """
         span = TraceContext.of(traceparent)
         if self._traces is not None and span is not None and span.is_sampled:
             self._traces.add(span, names)
 
     def trace_spills(self) -> None:
-        """Send the spans of the writes to disk since the last call."""
+        """Export the tracing spans of the writes to disk since the last call."""
         if self._traces is not None:
             self._traces.go_on()
 
@@ -183,7 +183,7 @@ class LayoutTiers:
 
     @property
     def is_being_indexed(self) -> bool:
-        """Whether the disk has chunks that this process has not indexed yet, because it has just started."""
+        """Whether this process is still indexing the chunks on disk, after its start."""
         return self.tiers.index.disk.is_open and not self.tiers.status.is_indexed
 
     @property
@@ -207,9 +207,9 @@ class LayoutTiers:
         self._extents.check()
 
     def miss_reason(self, name: BlockName) -> Reason:
-        """Return why a chunk is in no tier: the tier that evicted its last copy, or that it was never seen.
+        """Return why a chunk is in no tier: which tier evicted the last copy, or that it was never stored.
 
-        A chunk whose eviction is no longer remembered counts as never seen.
+        If the eviction is no longer remembered, the chunk counts as never stored.
         """
         ghost = self.ghosts.find(name)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)

@@ -39,7 +39,7 @@ READ_TIMEOUT_S = 10.0
 
 
 class Layouts:
-    """The tiers of all layouts. A layout's tiers are created when an engine first asks for them, and then kept.
+    """The tiers of all layouts. A layout's tiers are created when an engine first needs them, and then kept.
 
     Owned by the sidecar's thread.
     """
@@ -62,13 +62,15 @@ class Layouts:
         seen: Path | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """Start without any layout.
+        """Create an empty collection of layouts.
 
         *opening* returns the number of the store's current opening, see `DiskTier`. *quotas* limits the bytes of host
-        memory that a tenant may use in each layout. *make_remote* returns the remote tier for a layout's namespace, or
-        None if there is none. *ledger* records the clients' leases for the next process; by default no other process
-        sees it. *records* receives the lookups of engines. *seen* is a file in which past lookups are saved for the
-        next process. *tracer* receives the engines' loads and the writes to disk.
+        memory that a tenant may use in each layout. *make_remote* returns the remote tier for a layout's digest, or
+        None.
+
+        *ledger* records the clients' leases for the next process. *seen* is a file in which past lookups are saved for
+        the next process. *records* receives the lookups of engines. *tracer* receives the loads of engines and the
+        writes to disk.
         """
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
@@ -95,9 +97,10 @@ class Layouts:
         return iter(list(self._layouts.values()))
 
     def open(self, layout: Layout, events: EventLog | None = None) -> LayoutTiers:
-        """Return the tiers of the layout, the same object each time; raise `LayoutRefused` if they cannot be created.
+        """Return the tiers of the layout, which the first call creates. Raise `LayoutRefused` if that is not possible.
 
-        If this call creates the tiers, *events* records which of their blocks enter and leave host memory and disk.
+        *events* records the blocks that enter and leave host memory and disk. It is used only if this call creates the
+        tiers.
         """
         known = self._layouts.get(layout)
         if known is not None:
@@ -128,15 +131,15 @@ class Layouts:
         return made
 
     def begin_explaining(self, chunk_tokens: int, note: str) -> Explainer:
-        """Return a new explainer for an endpoint that receives each prompt in chunks of *chunk_tokens*.
+        """Return a new explainer of lookups, for an endpoint that receives prompts with each lookup.
 
-        Its explanations contain *note*.
+        Prompts have chunks of *chunk_tokens* tokens. Each explanation contains the sentence *note*.
         """
         self.explainer = Explainer(chunk_tokens, {}, self._clock, path=self._seen, notes=[note])
         return self.explainer
 
     def close(self) -> None:
-        """End the quarantine, send the spans of the last copies, and save past lookups for later explanations."""
+        """End the quarantine, export the last tracing spans, and save past lookups for later explanations."""
         self.quarantine.close()
         for layout_tiers in self:
             layout_tiers.trace_spills()
@@ -168,10 +171,10 @@ class Layouts:
             layout_tiers.clear()
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """Return a purge, which is an eviction that an operator has requested; see `TieredCache.purge`.
+        """Return a purge, which carries out an operator's request to evict blocks; see `TieredCache.purge`.
 
-        If *order* limits the bytes or blocks to evict from host memory, each layout loses a part in proportion to the
-        host memory that it has. The disk is purged as a whole, because all layouts share it.
+        If *order* limits the amount to evict from host memory, it is divided among the layouts in proportion to their
+        host memory. The disk is purged as a whole, because all layouts share it.
         """
         meant = [
             tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)

@@ -1,4 +1,4 @@
-"""LeaseLedger: the extents in which engines may be copying, recorded next to the segment for the next process."""
+"""LeaseLedger: a record, for the next sidecar process, of the extents in which engines may still be copying."""
 
 import os
 import struct
@@ -17,15 +17,15 @@ _MAGIC = b"kvtier ledger 1\0"
 class LeaseLedger:
     """The number of slots that clients have leased in each extent.
 
-    The ledger lies behind the extents in the segment's file, and so outlives its process together with the segment. An
-    engine that outlives the sidecar may still copy from and to the slots that it had leased. So the next sidecar does
-    not use the extents of these slots. Owned by the sidecar's thread.
+    An engine that outlives the sidecar may still copy from or to the slots that it had leased. So the next sidecar
+    process must not use the extents of these slots. It learns them from the ledger, which lies behind the extents in
+    the segment's file. Owned by the sidecar's thread.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], extent_bytes: int, num_extents: int) -> None:
         """Keep the ledger in *memory*, an array of `ledger_bytes` bytes.
 
-        The array is all zero, or a previous process with extents of the same size and number has written to it.
+        The array is all zero, or has the ledger of a previous process with extents of the same size and number.
         """
         header = _HEADER.pack(_MAGIC, extent_bytes, num_extents)
         memory[: len(header)] = np.frombuffer(header, np.uint8)
@@ -41,32 +41,32 @@ class LeaseLedger:
             np.add.at(self._counts, memory.extent_of_each(slots), 1)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
-        """Record that a client's leases on these slots have ended, and that it copies no more."""
+        """Record that a client has ended its leases on these slots, and no longer copies from or to them."""
         if not self._is_frozen:
             np.subtract.at(self._counts, memory.extent_of_each(slots), 1)
 
     def freeze(self) -> None:
-        """Stop recording: from now on leases end because this process ends, while engines may continue to copy."""
+        """Stop recording. Leases that end because this process ends stay in the ledger, as engines may still copy."""
         self._is_frozen = True
 
     @property
     def num_leased(self) -> int:
-        """Number of extents in which a client has leased slots, including those that are left out."""
+        """Number of extents with leased slots, including those that clients of the previous process had leased."""
         return int(np.count_nonzero(self._counts))
 
 
 def ledger_bytes(num_extents: int) -> int:
-    """Return the size of a ledger in bytes."""
+    """Return the size in bytes of a ledger for *num_extents* extents."""
     return _HEADER.size + _COUNT * num_extents
 
 
 def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
-    """Return a ledger that no other process sees."""
+    """Return an empty ledger in private memory, for a segment that no other process takes over."""
     return LeaseLedger(np.zeros(ledger_bytes(num_extents), np.uint8), extent_bytes, num_extents)
 
 
 def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
-    """Return why a sidecar of this size cannot use the segment and ledger in this file; empty if it can."""
+    """Return why the segment in *file* cannot be taken over with these extents, or an empty text if it can."""
     num_bytes = extent_bytes * num_extents
     if os.fstat(file).st_size != num_bytes + ledger_bytes(num_extents):
         return "its size differs from what host.capacity and extent specify"

@@ -26,7 +26,7 @@ class TooManyPins(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayout:
-    """The part of a pin in one layout, by value.
+    """A snapshot of the chunks that a pin keeps in one layout.
 
     *num_chunks* and *num_coming* count a chunk once for each group of each rank.
     """
@@ -40,7 +40,7 @@ class PinnedLayout:
 
 @dataclass(frozen=True, slots=True)
 class PinStatistics:
-    """Totals of all pins, by value."""
+    """A snapshot of the totals of all pins."""
 
     num_pins: int
     num_bytes: int  # of the segment, including chunks still being read
@@ -48,9 +48,9 @@ class PinStatistics:
 
 
 class PinnedChunks:
-    """Leases on the longest cached prefix in one layout: on the chunks of it that each group needs.
+    """Leases on the longest cached prefix of a prompt in one layout. Each group leases only the chunks that it needs.
 
-    Some of these chunks may still be being read from disk.
+    Some of these chunks may not have been read from disk yet.
     """
 
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
@@ -78,7 +78,7 @@ class PinnedChunks:
             yield Lease(LeaseUse.PINNED, group_id, int((fetch.slots != ABSENT).sum()), since)
 
     def view(self) -> PinnedLayout:
-        """Return the current state."""
+        """Return a snapshot of the leased chunks."""
         are_there = [
             np.append(np.zeros(own.start, np.bool_), fetch.slots != ABSENT)
             for own, fetch in zip(self._needed, self._fetches, strict=True)
@@ -158,7 +158,7 @@ class Pins:
                 self.unpin(pin.pin_id)
 
     def holders(self) -> list[AttachedClient]:
-        """Return each pin in the form of a client that has leases, once for each of the pin's layouts."""
+        """Return the leases of all pins, listed as if each pin were a client, once per layout."""
         return [
             AttachedClient(f"pin {pin.pin_id}", pin.since, each.tiers.layout, tuple(each.leases(pin.since)))
             for pin in self

@@ -32,14 +32,17 @@ class Framing(Protocol[_M_co]):
 
     @property
     def num_held_bytes(self) -> int:
-        """Number of bytes held of a message that is not complete yet."""
+        """Number of received bytes that are kept because their message is not complete yet."""
 
     @property
     def has_more(self) -> bool:
         """Whether there are complete messages that `receive` has not returned yet."""
 
     def receive(self, data: bytes, limit: int) -> Sequence[_M_co]:
-        """Return up to *limit* messages that are complete with *data*; raise ValueError to end the connection."""
+        """Add *data* to the received bytes, and return up to *limit* complete messages.
+
+        Raises ValueError if the data is invalid, so that the connection has to end.
+        """
 
 
 class Client(Generic[_M]):
@@ -95,8 +98,8 @@ class Port(Generic[_M]):
     ) -> None:
         """Register the listeners.
 
-        *refused* is called for each refusal, with its kind and a description. *framing* makes the framing of a new
-        connection. *farewell* is called with the reason if a connection is refused, and returns the bytes to send.
+        *refused* is called for each refusal, with its kind and a description. *framing* creates the `Framing` of a
+        new connection. *farewell* is called with the reason if a connection is refused, and returns the bytes to send.
         """
         self._clock = clock
         self._refused = refused
@@ -113,7 +116,7 @@ class Port(Generic[_M]):
             self._selector.register(listener, selectors.EVENT_READ, None)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is something to do (level-triggered)."""
+        """Return a file descriptor that is readable while there is something to do (level-triggered)."""
         return self._selector.fileno()
 
     @property
@@ -180,7 +183,10 @@ class Port(Generic[_M]):
         return gone
 
     def tick(self, stays: Callable[[Client[_M]], bool] = lambda client: False) -> None:
-        """Disconnect clients that read no answers, except those for which *stays* is true; end a pause in accepting."""
+        """Disconnect clients that do not read their answers, and accept connections again after a pause.
+
+        Clients for which *stays* returns True are not disconnected.
+        """
         if self._accepts_again_at is not None and self._clock() >= self._accepts_again_at:
             self._accepts_again_at = None
             for listener in self._listeners:
@@ -191,7 +197,7 @@ class Port(Generic[_M]):
                 self._end(client)
 
     def close(self) -> None:
-        """End every connection and stop listening. The path of a Unix socket is left to its creator."""
+        """End every connection and stop listening. The socket file of a Unix socket is not removed."""
         for client in list(self._clients):
             self._end(client)
         for listener in self._listeners:
@@ -229,7 +235,10 @@ class Port(Generic[_M]):
             self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Stop watching the listeners for a while, because they stay readable and would keep the loop busy."""
+        """Stop accepting connections for a while, because descriptors or memory have run out.
+
+        Until then the listeners stay readable, and watching them would keep the loop busy.
+        """
         self._accepts_again_at = self._clock() + ACCEPT_PAUSE_S
         for listener in self._listeners:
             self._selector.unregister(listener)
@@ -270,7 +279,7 @@ class Port(Generic[_M]):
             self._queue(client, to_send)
 
     def _take_in(self, client: Client[_M], data: bytes) -> bool:
-        """Cut *data* into messages. Return False if *data* is invalid; then the connection has been ended."""
+        """Cut *data* into messages. If it is invalid, end the connection and return False."""
         try:
             client.messages += client.framing.receive(data, MAX_MESSAGES)
         except ValueError as error:
@@ -305,7 +314,7 @@ class Port(Generic[_M]):
         return num_sent
 
     def _watch(self, client: Client[_M]) -> None:
-        """Register the events for which the connection has to be watched next."""
+        """Update the events (readable or writable) for which the connection is watched."""
         if not client.is_open:
             return
         is_read = client.is_reading and len(client.messages) < MAX_MESSAGES and not client.framing.has_more
@@ -334,8 +343,8 @@ class Port(Generic[_M]):
 def listen(url: str) -> socket.socket:
     """Return a socket that listens at *url*, which is `tcp://HOST:PORT` or `ipc://PATH`, as for ZeroMQ.
 
-    Only this user may connect to a path. A socket file that an ended process has left at the path is replaced. Raises
-    OSError if the socket cannot listen at *url*, and ValueError if *url* has another form.
+    Only the user of this process may connect to a path. A socket file that an ended process has left at the path is
+    replaced. Raises OSError if the socket cannot listen at *url*, and ValueError if *url* has another form.
     """
     kind, _, place = url.partition("://")
     if kind == "ipc" and place:
@@ -347,7 +356,7 @@ def listen(url: str) -> socket.socket:
 
 
 def is_at(listener: socket.socket, url: str) -> bool:
-    """Return whether the socket listens at *url*, which has the form as for `listen`. Port 0 matches any port."""
+    """Return whether the socket listens at *url*, which has the same form as for `listen`. Port 0 matches any port."""
     kind, _, place = url.partition("://")
     name = listener.getsockname()
     if kind == "ipc" or listener.family == socket.AF_UNIX:
@@ -361,7 +370,7 @@ def is_at(listener: socket.socket, url: str) -> bool:
 
 
 def listen_at_path(path: str) -> socket.socket:
-    """Return a socket that listens at *path*, for this user only. Raise OSError if it cannot listen there.
+    """Return a socket that listens at *path*, for the user of this process only. Raise OSError if it cannot listen.
 
     A socket file that an ended process has left at the path is replaced.
     """
@@ -399,6 +408,6 @@ class Peer(NamedTuple):
 
 
 def peer(connection: socket.socket) -> Peer:
-    """Return the process at the other end, as the kernel identifies it."""
+    """Return the process at the other end of a Unix socket, as the kernel identifies it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return Peer(*struct.unpack("3i", credentials)[:2])

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAVING = (signal.SIGUSR1,)  # end, and leave sockets and host memory to the next process
-ENDING = (signal.SIGTERM, signal.SIGINT)  # end, and release both
+LEAVING = (signal.SIGUSR1,)  # end the process, and leave sockets and host memory to the next one
+ENDING = (signal.SIGTERM, signal.SIGINT)  # end the process, and release sockets and host memory
 
 Listener = Callable[[str, str], socket.socket]
-"""Returns the listening socket with this name, at this URL."""
+"""Function that returns the listening socket for a name and a URL."""
 
 
 def validate(config: SidecarConfig) -> None:
@@ -58,8 +58,8 @@ def run_process(config: SidecarConfig) -> int:
 def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEndpoints]) -> int:
     """Serve the engines that attach at the endpoints until a signal arrives, and return the exit status.
 
-    A signal in `LEAVING` means that the service manager will start another sidecar process. Then sockets and host
-    memory are left to that process.
+    A signal in `LEAVING` means that the service manager will start another sidecar process. Then the sockets and the
+    host memory stay in place for that process. Any other signal releases them.
     """
     signals: list[int] = []
     with (
@@ -88,25 +88,29 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
         sidecar.run(_look(sidecar, systemd))
         systemd.stopping()
         if signals and signals[0] in LEAVING:
-            log.info("sockets and host memory are left to the next process")
+            log.info("leaving the sockets and the host memory to the next sidecar process")
             sidecar.leave()
         else:
             kept.let_go()
         if config.disk is not None:
-            log.info("writing the chunks that are only in host memory to disk; a second signal stops at once")
+            log.info("writing chunks that have no copy on disk yet; send a second signal to exit at once")
             num_left = sidecar.flush(config.drain_s, systemd.alive)
             if num_left:
-                log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
+                log.warning(
+                    "%d chunks were not written to disk: a write failed, or writing took longer than drain_s (%.0f s)",
+                    num_left,
+                    config.drain_s,
+                )
     return 0
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of the HTTP server, for `kvtier top` and browsers."""
+    """Return the URL of the sidecar's HTTP server, for `kvtier top` and browsers."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
-    """Return a function for `Sidecar.run` to call twice a second. It logs faults and notifies the service manager."""
+    """Return the callback for `Sidecar.run`, which logs faults and notifies the service manager."""
     fault_log = FaultLog(time.monotonic)
 
     def look(statistics: SidecarStatistics) -> None:
@@ -141,10 +145,10 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
 def weights_of(
     models: Mapping[str, ModelWeightsConfig], progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, str]:
-    """Return for each model's name a text that identifies its weights.
+    """Return, by model name, a text that identifies the model's weights: its revision or a digest of its files.
 
-    *progress* is called with a line before each digest, which may take minutes. Raises ValueError for a path without
-    weights.
+    Computing a digest may take minutes, so *progress* is called with a log line before each one. Raises ValueError if
+    there are no weights at a configured path.
     """
     found = {}
     for name, model in models.items():

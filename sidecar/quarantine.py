@@ -1,4 +1,4 @@
-"""Quarantine: slots that an ended session had leased, and that a process may still copy from or to."""
+"""Quarantine: keeps the slots of an ended session leased while a process may still copy from or to them."""
 
 import contextlib
 import logging
@@ -12,34 +12,35 @@ from kvtier.sidecar.endpoint import AttachedClient, LeaseUse
 log = logging.getLogger(__name__)
 
 TELL_AFTER_S = 5.0  # log a client after this long in quarantine; a process that is being killed ends sooner
-MAX_CLIENTS = 512  # in quarantine; each keeps a descriptor open
-PIECE_BYTES = 256 << 10  # received from an ended connection at a time, and dropped
-MAX_PIECES = 16  # dropped in one check at most
+MAX_CLIENTS = 512  # limit on the clients in quarantine, because each keeps a descriptor open
+PIECE_BYTES = 256 << 10  # bytes to receive and drop at a time from the connection of an ended session
+MAX_PIECES = 16  # limit on the pieces that one check receives and drops
 
 
 class Lifeline:
-    """The sidecar's end of a connection whose session has ended, kept open to learn when the other end is closed.
+    """The connection of an ended session, kept open to detect when the client's processes have closed it or ended.
 
-    The kernel closes the other end once every process that holds it has ended or has closed it. This works across pid
-    namespaces. The connection of a stopped process stays open.
+    The kernel reports the end of the connection when no process has the other end open any more. This works across pid
+    namespaces. A stopped process keeps its connection open.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over *connection* without sending anything to the other side."""
+        """Take over *connection* without sending anything to the client."""
         self._connection = connection
 
     @classmethod
     def after_farewell(cls, connection: socket.socket) -> Self:
-        """Take over *connection*, and tell the other side that nothing more will be sent."""
+        """Take over *connection*, and tell the client that nothing more will be sent."""
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         return cls(connection)
 
     @property
     def is_cut(self) -> bool:
-        """Whether every process has closed the other end.
+        """Whether every process has closed the other end of the connection.
 
-        Drops what the other side has sent, because TCP delivers the end of a connection only after its data.
+        Data that the client has sent is received and dropped, because TCP reports the end of a connection only after
+        its data.
         """
         if self._connection.fileno() < 0:
             return True
@@ -57,13 +58,13 @@ class Lifeline:
         return True
 
     def close(self) -> None:
-        """Close this end too."""
+        """Close the sidecar's end of the connection."""
         self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineStatistics:
-    """Slots in quarantine, by value."""
+    """Number of clients and slots in quarantine."""
 
     num_clients: int = 0
     num_chunks: int = 0  # slots of all groups
@@ -83,11 +84,11 @@ class _Held:
 
 
 class Quarantine:
-    """The leases of clients whose session has ended, kept while one of the client's processes may still copy.
+    """The leases of ended sessions, kept while one of the client's processes may still copy from or to the slots.
 
     A process that is stopped in the middle of a copy continues the copy when it is woken up, even after its session has
-    ended. So while such a process may exist, no other block is put into the leased slots, and messages about these
-    slots are ignored. Owned by the sidecar's thread.
+    ended. While such a process may exist, no other block is put into the leased slots, and messages about these slots
+    are ignored. Owned by the sidecar's thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -104,11 +105,14 @@ class Quarantine:
         holders: Callable[[], Sequence[str]],
         let_go: Callable[[], None],
     ) -> None:
-        """Keep the leases of *client* until none of its processes can copy any more; then call *let_go* to end them.
+        """Keep the leases of *client* while one of its processes may still copy, then call *let_go* to end them.
 
-        *holders* returns the names of the processes that may still copy. It is called repeatedly until it returns none.
-        *let_go* is called at once if the client has no leases, or if there is no such process. *endpoint* is the prefix
-        of the log lines.
+        Args:
+            endpoint: Prefix of the log lines.
+            client: Client whose session has ended.
+            holders: Returns the names of the processes that may still copy. It is called repeatedly until it returns
+                none.
+            let_go: Ends the leases. It is called at once if the client has no leases or no such process.
         """
         if not client.leases or not holders():
             let_go()
@@ -117,7 +121,7 @@ class Quarantine:
         self._held.append(_Held(endpoint, replace(client, since=self._clock(), leases=leases), holders, let_go))
 
     def poll(self) -> None:
-        """End the leases that no process can copy from or to any more, and log those that stay for long."""
+        """End the leases whose slots no process can use any more. Log each client that stays in quarantine for long."""
         waiting, self._held = self._held, []
         for held in waiting:
             if names := held.holders():
@@ -129,15 +133,15 @@ class Quarantine:
                 log.info("%s: %d slots of %s left quarantine", held.endpoint, held.num_chunks, held.client.name)
 
     def clients(self) -> list[AttachedClient]:
-        """Return, by value, the clients with slots in quarantine. Their *since* is when the quarantine began."""
+        """Return the clients with slots in quarantine. Their *since* is the time when the quarantine began."""
         return [held.client for held in self._held]
 
     def statistics(self) -> QuarantineStatistics:
-        """Return the size of the quarantine."""
+        """Return the number of clients and slots in quarantine."""
         return QuarantineStatistics(len(self._held), sum(held.num_chunks for held in self._held))
 
     def close(self) -> None:
-        """End all leases. After this call, no block may be put into any slot, because processes may still copy."""
+        """End all leases. The caller must put no block into any slot afterwards, because processes may still copy."""
         held, self._held = self._held, []
         for each in held:
             each.let_go()

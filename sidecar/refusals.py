@@ -10,23 +10,24 @@ log = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Counts of refusals by kind, with at most one log line per kind in `QUIET_S`. Owned by the endpoint's thread.
+    """Counts of refused requests and connections by kind, and a limit on the number of log lines about them.
 
-    The next line of a kind says how many refusals there were since the last one.
+    For each kind, at most one line is logged in `QUIET_S` seconds. The line says how many refusals there were since the
+    last line of the same kind. Owned by the endpoint's thread.
     """
 
     def __init__(self, clock: Callable[[], float], endpoint: str = "lmcache") -> None:
-        """Start at zero. *endpoint* is the prefix of the log lines."""
+        """Create counts of 0. *endpoint* is the prefix of the log lines."""
         self._clock = clock
         self._endpoint = endpoint
         self.counts: Counter[str] = Counter()
-        self._told: dict[str, int] = {}  # by kind, the count at the last line
+        self._told: dict[str, int] = {}  # by kind, the count when the last line was logged
         self._told_at: dict[str, float] = {}
 
     def refused(self, kind: str, what: str) -> None:
         """Count a refusal, and log *what* unless a line of this kind was logged less than `QUIET_S` seconds ago.
 
-        The kinds are fixed by the code; a client cannot add any.
+        *kind* must be a name from the code, never text from a client, so that the number of counts stays small.
         """
         self.counts[kind] += 1
         now = self._clock()

@@ -1,4 +1,4 @@
-"""SharedFetch: a fetch of one group's chunks, which count in the client's share of host memory."""
+"""SharedFetch: a fetch of chunks for a client, which count against the client's limit on host memory."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,11 @@ from kvtier.tiers.naming.tier import Reason, Tier
 
 
 class SharedFetch:
-    """A `Fetch` for a client. Each chunk counts in the client's share from the start until it is released or fails."""
+    """A `Fetch` of one group's chunks for a client of the sidecar.
+
+    Each chunk counts against the client's `Share` of host memory from the start, until it is released or its fetch
+    fails.
+    """
 
     def __init__(
         self,
@@ -23,10 +27,10 @@ class SharedFetch:
         share: Share,
         on_fetched: Callable[[int, Reason | None], None],
     ) -> None:
-        """Start to fetch *blocks*, for which `LayoutTiers` has just made room.
+        """Start to fetch *blocks*. The caller has just made room for them with `LayoutTiers.room_for`.
 
-        *on_fetched* is called for each chunk that is not leased at once, as described at `OnFetched`: with its place in
-        *blocks*, and with the reason if it cannot be fetched.
+        *on_fetched* is called for each chunk that is not leased at once, unless the chunk is released first. Its
+        arguments are the chunk's place in *blocks*, and the reason if the chunk could not be fetched, else None.
         """
         self._memory = tiers.memories[group_id]
         self._names = blocks.names
@@ -39,12 +43,12 @@ class SharedFetch:
 
     @property
     def slots(self) -> Places:
-        """Slot that is leased for each chunk, or ABSENT."""
+        """Slot that is leased for each chunk, or ABSENT if the chunk has no slot."""
         return self._fetch.slots
 
     @property
     def num_coming(self) -> int:
-        """Number of chunks that are still to be read."""
+        """Number of chunks that are still being fetched."""
         return int(self._is_coming.sum())
 
     def digest(self, place: int) -> bytes:
@@ -56,7 +60,10 @@ class SharedFetch:
         return self._fetch.tier(place)
 
     def release(self, places: Ids) -> None:
-        """End the leases on these chunks, none of which has been released yet. *places* begin with the tail."""
+        """End the leases on the chunks at *places*, none of which has been released yet.
+
+        The chunk nearest to the end of the prompt comes first in *places*, so that it is evicted first.
+        """
         self._share.release(self._memory, self._leased(places))
         for place in places[self._is_coming[places]].tolist():
             self._expect_no_more(place)
@@ -72,7 +79,7 @@ class SharedFetch:
         self._share.remove_pending(self._memory, [self._names[place]])
 
     def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
-        if self._is_coming[place]:  # otherwise it failed, and was released before this call
+        if self._is_coming[place]:  # otherwise the fetch failed, and the chunk was released before this call
             self._expect_no_more(place)
         if failure is None:
             self._share.lease(self._memory, np.array([fetch.slots.item(place)]))

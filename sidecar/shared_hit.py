@@ -1,4 +1,4 @@
-"""SharedHit: the longest prefix of a prompt's chunks that host memory can keep for a client."""
+"""SharedHit: the longest cached prefix of a prompt that a client may lease in host memory."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,15 +13,15 @@ from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
 
 
 def needed(group: AttentionGroup, num_chunks: int) -> range:
-    """Return which chunks the group needs for a hit of *num_chunks* chunks."""
+    """Return the range of chunks that *group* needs for a hit of *num_chunks* chunks."""
     return range(group.first_needed(num_chunks * group.block_size), num_chunks)
 
 
 def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray[np.bool_]], num_chunks: int) -> int:
-    """Return the length in chunks of the longest hit for which each group has all the chunks that it needs.
+    """Return the length of the longest hit, up to *num_chunks*, for which each group has all chunks that it needs.
 
-    The hit has at most *num_chunks* chunks. *are_there* says for each group which of the chunks it has. All groups have
-    blocks of one size.
+    Lengths are in chunks. *are_there* has one array per group, which says for each chunk whether the group has it. All
+    groups have chunks of one size.
     """
 
     def first_hole(number: int, start: int, end: int) -> int:
@@ -33,9 +33,9 @@ def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray
 
 
 class SharedHit:
-    """The longest cached prefix from whose end a request can continue, cut to what the client may lease.
+    """The longest cached prefix of a prompt after which a request can resume, limited to what the client may lease.
 
-    A `SharedHit` leases nothing, so it may soon be out of date. All groups that are looked up have chunks of one size.
+    A `SharedHit` leases no chunks, so they may be evicted at any time. All groups must have chunks of one size.
     """
 
     def __init__(
@@ -46,10 +46,15 @@ class SharedHit:
         share: Share,
         lost: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Look up the chunks *names* in *groups*, a mapping from each group's number in *tiers* to the group.
+        """Look up the chunks *names* in all *groups*.
 
-        *share* is the client's share of host memory. *lost* has chunks that count as missing, as pairs of a group's
-        number and a place in *names*.
+        Args:
+            tiers: Tiers in which to look up the chunks.
+            groups: Groups by their numbers in *tiers*.
+            names: Names of the prompt's chunks, in order.
+            share: Limit on what the client may lease.
+            lost: Chunks that count as missing even if they are found, as pairs of a group's number and a place in
+                *names*.
         """
         self._tiers = tiers
         self._groups = groups
@@ -71,14 +76,14 @@ class SharedHit:
 
     @property
     def is_read(self) -> bool:
-        """Whether some of the chunks must be read into host memory."""
+        """Whether some chunks of the hit are not in host memory, so that they must be read."""
         return any(
             bool(are_cold(self._places[group_id][own.start : own.stop]).any())
             for group_id, own in self._needed(self.num_chunks).items()
         )
 
     def missing(self) -> Mapping[int, Sequence[BlockName]]:
-        """Return for each group the names of chunks that were not found and that a longer hit may need."""
+        """Return, by group, the names of the chunks that a longer hit may need and that were not found."""
         found: dict[int, Sequence[BlockName]] = {}
         for group_id, group in self._groups.items():
             are_there = self._are_there[group_id]
@@ -96,7 +101,7 @@ class SharedHit:
         return {group_id: names for group_id, names in found.items() if names}
 
     def within_room(self) -> int:
-        """Make room in host memory for the chunks, and return how many of the first ones fit."""
+        """Make room in host memory for the hit, and return the length in chunks of its longest part that fits."""
         num_chunks = self.num_chunks
         while num_chunks:
             rooms = [

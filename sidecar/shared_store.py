@@ -1,4 +1,4 @@
-"""SharedStore: one store for several layouts. Each layout learns which of its chunks other layouts' writes evicted."""
+"""SharedStore: one store for the blocks of several layouts. Each layout learns which of its blocks were evicted."""
 
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -8,9 +8,10 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store with one view per namespace, that is, per layout.
+    """A store for several layouts, with one view for each layout (one namespace of keys).
 
-    The threads of the lanes read and write through the views. The thread that owns the tiers calls `pop_evicted` and
+    Storing blocks of one layout may evict blocks of another, so each view collects the evicted keys of its namespace.
+    Transfer threads read and write through the views. The thread that owns the tiers calls `pop_evicted` and
     `take_cleared`.
     """
 
@@ -24,17 +25,17 @@ class SharedStore:
         return view
 
     def whole(self) -> "WholeStore":
-        """Return the store with the records of all namespaces."""
+        """Return a view of the records of all namespaces."""
         return WholeStore(self, b"")
 
     def report_cleared(self, keys: Sequence[bytes]) -> None:
-        """Report to each view which of its keys were cleared on request."""
+        """Report *keys*, which an operator had deleted or evicted, to the views of their namespaces."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
     def split_evicted(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
-        """Return the evicted keys of this namespace, and report the other keys to their views."""
+        """Return the *evicted* keys that belong to *namespace*, and report the others to the views of theirs."""
         own = []
         for key in evicted:
             if key.startswith(namespace):
@@ -45,7 +46,10 @@ class SharedStore:
 
 
 class StoreView:
-    """The records of one namespace in a store with records of other namespaces; see `Records`."""
+    """A layout's view of a store that is shared with other layouts. Implements `Records`.
+
+    Calls act on the whole store, but return only the evicted keys of this layout's namespace.
+    """
 
     def __init__(self, shared: SharedStore, namespace: bytes) -> None:
         self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys evicted for another namespace
@@ -55,11 +59,11 @@ class StoreView:
         self._namespace = namespace
 
     def pop_evicted(self) -> list[bytes]:
-        """Return the keys that were evicted for other namespaces' records since the last call."""
+        """Return the keys of this namespace that other layouts' calls have evicted since the last call."""
         return _taken(self.gone)
 
     def take_cleared(self) -> list[bytes]:
-        """Return the keys that a request about the whole store has cleared since the last call."""
+        """Return the keys of this namespace that calls of `WholeStore` have evicted or deleted since the last call."""
         return _taken(self.cleared)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
@@ -81,8 +85,8 @@ class StoreView:
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """Evict records of all namespaces; see `Records.evict`.
 
-        Returns the evicted keys of this namespace, and the bytes of all evicted records. Reports the other keys to
-        their views.
+        Returns the evicted keys of this namespace only, but the bytes of all evicted records. The other keys are
+        reported to the views of their namespaces.
         """
         evicted = self._store.evict(num_bytes, limit, tenant)
         return Evicted(self._shared.split_evicted(self._namespace, evicted.keys), evicted.num_bytes)
@@ -95,7 +99,7 @@ class StoreView:
 
 
 class WholeStore(StoreView):
-    """The records of all namespaces; see `Records`. Reports each evicted or deleted key to its namespace's view."""
+    """A view of the records of all namespaces. Reports evicted and deleted keys to the views of their namespaces."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         evicted = self._store.evict(num_bytes, limit, tenant)

@@ -1,4 +1,4 @@
-"""Shares: the limit on how much host memory each client may lease at once."""
+"""Shares: limits on how much host memory each client may lease at once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +19,15 @@ TIMES_FREE = 7  # a client may lease this many times as many bytes as are free
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Chunks that a client wants to lease in one memory (the slots of one group), the most wanted chunk first."""
+    """Chunks of one group that a client wants to lease, the most important chunk first."""
 
     memory: SlotMemory
-    places: Places  # where each chunk is; a chunk that is in no slot needs a new one
+    places: Places  # where each chunk is; a chunk that is in no slot needs a new slot
     names: Sequence[BlockName] = ()  # of the chunks; needed only if they may be on disk
 
 
 class LeaseCounts:
-    """The number of leases on each slot, and the bytes of the segment that they keep from eviction."""
+    """The number of leases on each slot, and the total bytes of the leased slots, which cannot be evicted."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -35,7 +35,7 @@ class LeaseCounts:
         self._counts: dict[SlotMemory, npt.NDArray[np.int32]] = {}
 
     def add(self, memory: SlotMemory, slots: Ids) -> Ids:
-        """Count one more lease on each of these distinct slots; return the slots that had no lease before."""
+        """Count one more lease on each of these distinct slots. Returns the slots that had no lease before."""
         counts = self._of(memory)
         new: Ids = slots[counts[slots] == 0]
         counts[slots] += 1
@@ -43,7 +43,7 @@ class LeaseCounts:
         return new
 
     def remove(self, memory: SlotMemory, slots: Ids) -> Ids:
-        """Count one lease less on each of these slots; return the slots that have no lease left."""
+        """Count one lease less on each of these slots. Returns the slots that have no lease left."""
         counts = self._of(memory)
         counts[slots] -= 1
         gone: Ids = slots[counts[slots] == 0]
@@ -51,12 +51,15 @@ class LeaseCounts:
         return gone
 
     def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
-        """Return for each place whether a new lease would be its only one; True for a place that is not a slot."""
+        """Return for each place whether a lease on its slot would be the only one.
+
+        True for a chunk that is in no slot, because it needs a new one.
+        """
         are_new: npt.NDArray[np.bool_] = (places < 0) | (self._of(memory)[np.maximum(places, 0)] == 0)
         return are_new
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted."""
+        """Raise AssertionError if the counted bytes do not match the leases."""
         found = sum(np.count_nonzero(counts) * memory.slot_bytes for memory, counts in self._counts.items())
         assert all((counts >= 0).all() for counts in self._counts.values()), "shares: a slot was released twice"
         assert found == self.num_bytes, f"shares: {self.num_bytes} bytes are leased, {found} are accounted for"
@@ -69,36 +72,39 @@ class LeaseCounts:
 
 
 class Share:
-    """One client's leases, and the chunks that are being read from disk for it.
+    """One client's leases in host memory, and the chunks that are being read from disk for the client.
 
-    A chunk counts once per client, however many of its requests want it. Created by `Shares.of`. The code that leases
-    for the client has to report each lease here.
+    Created by `Shares.of`. Code that leases slots for the client has to report each lease to this object. A chunk
+    counts once per client, even if several of the client's requests use it.
     """
 
     def __init__(self, shares: "Shares", ledger: LeaseLedger | None = None, part: float = 1.0) -> None:
-        """Start without leases.
+        """Create a share without leases.
 
-        *ledger* records the leases for the next process; None if the client copies nothing from or to the slots. *part*
-        is the fraction of host memory that the client may lease at most.
+        Args:
+            shares: Shares of all clients.
+            ledger: Record of the leases for the next sidecar process. None if the client never copies from or to the
+                slots.
+            part: Maximum fraction of host memory that the client may lease.
         """
         self._shares = shares
         self._ledger = ledger
         self._part = part
         self._leased = LeaseCounts()
-        self.pending_bytes = 0  # being read from disk for the client
+        self.pending_bytes = 0  # bytes that are being read from disk for the client
         self._coming: Counter[tuple[SlotMemory, BlockName]] = Counter()
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the segment that the client has leased or waits for."""
+        """Number of bytes of host memory that the client has leased or is waiting for."""
         return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """Return how many of the first chunks the client may lease in addition to its leases, in every memory alike.
+        """Return how many chunks of each entry of *wanted* the client may lease, counted from the entry's start.
 
-        *wanted* has one entry for each memory. For a result of n, the client may lease the first n chunks of each
-        entry, and all chunks of an entry that has fewer. Chunks that the client has leased already cost nothing. A
-        client without leases may lease one chunk in any case, unless *part* limits the client.
+        *wanted* has one entry per group. An entry with fewer chunks than the result may be leased completely. Chunks
+        that the client has already leased cost nothing. A client without leases may always lease one chunk, unless
+        *part* limits the client.
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
@@ -115,28 +121,28 @@ class Share:
         return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, limit)
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
-        """Record one more lease of the client on each of these slots."""
+        """Count one more lease of the client on each of these slots."""
         new = self._leased.add(memory, slots)
         self._shares.leased.add(memory, new)
         if self._ledger is not None:
             self._ledger.lease(memory, new)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
-        """Record one lease of the client less on each of these slots."""
+        """Count one lease of the client less on each of these slots."""
         gone = self._leased.remove(memory, slots)
         self._shares.leased.remove(memory, gone)
         if self._ledger is not None:
             self._ledger.release(memory, gone)
 
     def expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
-        """Record that these chunks are being read from disk for the client."""
+        """Count these chunks, which are being read from disk for the client."""
         for name in names:
             self._coming[memory, name] += 1
             if self._coming[memory, name] == 1:
                 self._count_coming(memory.slot_bytes)
 
     def remove_pending(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
-        """Record that these chunks have arrived, have failed, or are no longer wanted."""
+        """Stop counting these chunks as being read: they have arrived, have failed, or are no longer wanted."""
         for name in names:
             self._coming[memory, name] -= 1
             if not self._coming[memory, name]:
@@ -144,7 +150,7 @@ class Share:
                 self._count_coming(-memory.slot_bytes)
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted."""
+        """Raise AssertionError if the counted bytes do not match the leases and the pending reads."""
         self._leased.check()
         coming = sum(memory.slot_bytes for memory, _ in self._coming)
         assert coming == self.pending_bytes, "shares: the bytes being read from disk are miscounted"
@@ -162,24 +168,25 @@ class Share:
 
 
 class Shares:
-    """The division of host memory among the clients that have leases in it. Owned by the sidecar's thread.
+    """The division of host memory among the sidecar's clients, which limits what each client may lease.
 
-    A client may lease `TIMES_FREE` times as many bytes as are free. So a client that is alone may lease 7/8 of host
-    memory, and n clients that want all they can get end with equal parts, about an n-th each. However many clients
-    there are, the next one finds room.
+    A client may lease up to `TIMES_FREE` times as many bytes as are free at that moment. So a single client may lease
+    7/8 of host memory. If n clients want as much as possible, each gets about 1/n. Some memory always stays free for
+    the next client.
 
-    A new client takes no leases away from others. A client above its limit gets nothing more until some of its leases
-    have ended, and every lease ends. Clients without leases cost the others nothing. That matters because an engine has
-    several clients that lease in turns: a connection for its scheduler, and one for each worker.
+    No lease is ended to make room for a new client. A client above its limit gets nothing more until some of its leases
+    have ended, and every lease ends. A client without leases takes nothing from the others. That matters because an
+    engine has several clients that lease in turns: a connection for its scheduler, and one for each worker.
 
-    The algorithm is the one by which the ports of a network switch share a buffer: dynamic thresholds, Choudhury and
-    Hahne, IEEE/ACM Transactions on Networking 6, 1998.
+    The algorithm is "dynamic thresholds", by which the ports of a network switch share a buffer (Choudhury and Hahne,
+    IEEE/ACM Transactions on Networking 6, 1998). Owned by the sidecar's thread.
     """
 
     def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
-        """Start without leases.
+        """Create shares without leases.
 
-        *total* returns the current size of host memory in bytes. *ledger* records the leases for the next process.
+        *total* returns the current size of host memory in bytes. *ledger* records the leases for the next sidecar
+        process.
         """
         self.leased = LeaseCounts()
         self.pending_bytes = 0  # a chunk that several clients wait for counts once for each
@@ -194,18 +201,18 @@ class Shares:
 
     @property
     def num_free_bytes(self) -> int:
-        """Number of bytes of host memory that no client has leased or waits for."""
+        """Number of bytes of host memory that no client has leased or is waiting for."""
         return self._total() - self.leased.num_bytes - self.pending_bytes
 
     def of(self, client: object) -> Share:
-        """Return the client's share, the same object each time. *client* is any object that is equal only to itself."""
+        """Return the share of *client*, always the same object. *client* is any object that is compared by identity."""
         share = self._of.get(client)
         if share is None:
             share = self._of[client] = Share(self, self._ledger)
         return share
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted."""
+        """Raise AssertionError if the counted bytes do not match the leases and the pending reads."""
         self.leased.check()
         for share in self._of.values():
             share.check()

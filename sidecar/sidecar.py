@@ -1,4 +1,4 @@
-"""Sidecar: the thread that owns host memory and disk, and serves engines from them."""
+"""Sidecar: owns host memory and disk, and serves engines from them in the loop of one thread."""
 
 import selectors
 import time
@@ -25,16 +25,17 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 _Answer = TypeVar("_Answer")
 
-TICK_S = 0.05  # longest wait while something is in flight, so that deadlines are noticed
-IDLE_TICK_S = 0.5  # longest wait otherwise, so that a disk that has opened and a breaker that is due are noticed
+TICK_S = 0.05  # longest wait while a transfer is in flight or an endpoint waits, so that deadlines are noticed
+IDLE_TICK_S = 0.5  # longest wait otherwise; in each step the loop checks whether the disk has opened or may be retried
 MAX_QUESTIONS = 256  # questions that other threads may queue; the queue fills only if the owner's thread is stuck
 TAKING_IN_S = 0.001  # time limit per turn for processing finished transfers; the rest waits for the next turn
 
 
 class DriveLife:
-    """The wear of the SSD below a store, which may open late or be reopened. Owned by the sidecar's thread.
+    """A wear estimate for the SSD below a store. Owned by the sidecar's thread.
 
-    Uses the store's own total of written bytes, because each layout counts only its own writes.
+    Each opening of the store starts a new measurement of the write rate. The estimate uses the store's total of written
+    bytes, because each layout counts only its own writes.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class DriveLife:
         self._opening = 0
 
     def statistics(self) -> SsdLifeStatistics:
-        """Return the used share of the endurance, and the years left at the write rate since the store was opened."""
+        """Return the used fraction of the SSD's endurance, and the years that are left.
+
+        The years follow from the write rate since the store was opened.
+        """
         written_bytes = self._store.statistics().written_bytes_total
         opening = self._store.opening()
         if opening not in (0, self._opening):
@@ -55,12 +59,12 @@ class DriveLife:
 
 
 class QueueFull(RuntimeError):
-    """Raised for a question if `MAX_QUESTIONS` questions are queued for the sidecar's thread already."""
+    """Error of a call of `Sidecar.ask` while `MAX_QUESTIONS` questions are waiting for the sidecar's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Progress of writing host memory to disk."""
+    """Progress of writing the chunks that are only in host memory to disk."""
 
     is_there: bool  # whether there is a disk
     is_possible: bool  # whether there is a disk and writes to it do not fail now
@@ -70,8 +74,8 @@ class Saving:
 class Sidecar:
     """The tiers of all layouts (see `Layout`), and the loop that serves engines from them.
 
-    No call here waits for a disk, an engine or a copy. `run` waits in one place, for the engines' sockets and for
-    finished transfers together. Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
+    The loop never blocks on a single disk access, engine or copy. It waits in one place for the engines' sockets and
+    for finished transfers together. Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Sidecar:
             self._wait(may_have_more)
 
     def turn(self) -> bool:
-        """Advance everything that is in flight; return whether engines may have sent messages for the next turn."""
+        """Run one step of the loop; return whether engines may have sent messages for the next step."""
         self._finished.reset()
         until = self._clock() + TAKING_IN_S
         self._transfers.poll(should_continue=lambda: self._clock() < until)
@@ -133,14 +137,15 @@ class Sidecar:
         return sum(endpoint.receive() for endpoint in self.endpoints) > 0
 
     def stop(self) -> None:
-        """Make `run` return."""
+        """Make `run` return after the current step of its loop."""
         self._is_stopping = True
         self._finished.wake()
 
     def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
-        """Run *question* on the thread that owns the tiers, between two steps of its loop. Callable from any thread.
+        """Run *question* on the thread that owns the tiers, between two steps of its loop.
 
-        The returned future fails with `QueueFull` if `MAX_QUESTIONS` questions are queued already.
+        May be called from any thread. The returned future fails with `QueueFull` if `MAX_QUESTIONS` questions are
+        queued.
         """
         answer: Future[_Answer] = Future()
         if self.num_asked >= MAX_QUESTIONS:
@@ -157,7 +162,7 @@ class Sidecar:
 
     @property
     def why_not_ready(self) -> str:
-        """Reason why engines cannot attach and store now; empty if they can."""
+        """Reason why engines cannot attach and store now; empty if they can attach and store."""
         if self._is_stopping:
             return "the sidecar is about to end"
         if not self.endpoints:
@@ -172,15 +177,15 @@ class Sidecar:
         return self.layouts.records
 
     def clients(self) -> list[AttachedClient]:
-        """Return all attached engines, by value."""
+        """Return a snapshot of all attached clients."""
         return [client for endpoint in self.endpoints for client in endpoint.clients()]
 
     def quarantined(self) -> list[AttachedClient]:
-        """Return, by value, the clients whose session has ended although one of their processes may still copy."""
+        """Return a snapshot of the clients whose session has ended although one of their processes may still copy."""
         return self.layouts.quarantine.clients()
 
     def saving(self) -> Saving:
-        """Return the progress of writing host memory to disk."""
+        """Return the progress of writing the chunks that are only in host memory to disk."""
         is_there = self._store is not None
         return Saving(is_there, is_there and self.layouts.is_saving_possible, self.layouts.num_unsaved)
 
@@ -203,11 +208,11 @@ class Sidecar:
             endpoint.check()
 
     def now(self) -> float:
-        """Return the current time of the clock by which clients and leases have their timestamps."""
+        """Return the current time, by the clock that also gives clients and leases their timestamps."""
         return self._clock()
 
     def leave(self) -> None:
-        """Leave the segment, which is the shared host memory, to the next sidecar process.
+        """Keep the segment, which is the shared host memory, for the next sidecar process.
 
         Engines keep the segment mapped, and may finish the copies that they have in flight.
         """
@@ -215,9 +220,9 @@ class Sidecar:
         self._segment.leave()
 
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
-        """Write the chunks that are only in host memory to disk, and return how many are left.
+        """Close the endpoints, write the chunks that are only in host memory to disk, and return how many are left.
 
-        Closes the endpoints. Stops after *timeout_s*, or when writing fails. Calls *on_turn* repeatedly meanwhile.
+        Stops after *timeout_s*, or when writing fails. Calls *on_turn* after each step of the loop.
         """
         for endpoint in self.endpoints:
             self._selector.unregister(endpoint.file)
@@ -233,7 +238,7 @@ class Sidecar:
         return num_left
 
     def statistics(self) -> SidecarStatistics:
-        """Return all counters and states, by value."""
+        """Return a snapshot of all counters and states."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
         endpoints = tuple(endpoint.counts() for endpoint in self.endpoints)
         life = None if self._life is None else self._life.statistics()
@@ -243,9 +248,10 @@ class Sidecar:
         )
 
     def close(self) -> None:
-        """Stop the lanes and the store, and close the segment, whose name is unlinked unless `leave` was called.
+        """Stop the transfer threads, and close the store and the segment (the shared host memory).
 
-        Chunks that are only in host memory are lost. To write them to disk, call `flush` first.
+        The segment's name is removed, unless `leave` was called. Chunks that are only in host memory are lost, unless
+        `flush` has written them to disk before.
         """
         for endpoint in self.endpoints:
             endpoint.close()

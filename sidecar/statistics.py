@@ -1,4 +1,4 @@
-"""The state and the counters of a sidecar, by value."""
+"""Snapshots of the state and the counters of a sidecar."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ _WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 @dataclass(frozen=True, slots=True)
 class LayoutStatistics:
-    """The current state of one layout: its bytes of the segment, and all ranks' chunks and bytes in host memory."""
+    """State of one layout at one moment: its part of the shared host memory, and the chunks of all its ranks there."""
 
     layout: Layout
     held_bytes: int
@@ -42,7 +42,7 @@ class LayoutStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SidecarStatistics:
-    """The state of a sidecar at one moment."""
+    """State and counters of a sidecar at one moment."""
 
     segment_name: str
     segment_bytes: int
@@ -61,7 +61,7 @@ class SidecarStatistics:
 
     @property
     def tokens(self) -> TokenBalance:
-        """Origin of the tokens of all prompts that were looked up."""
+        """Tokens of all prompts that were looked up: how many came from each tier, and how many were recomputed."""
         return reduce(TokenBalance.plus, (endpoint.tokens for endpoint in self.endpoints), TokenBalance())
 
 
@@ -75,7 +75,7 @@ def statistics_of(
     life: SsdLifeStatistics | None = None,
     request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
-    """Return the current statistics of these parts. *store* is None without a disk."""
+    """Return the sidecar's current statistics, gathered from its parts. *store* is None without a disk."""
     found, disks, disk_tiers, remotes = [], [], [], []
     for tiers in layouts:
         lower = tiers.tiers.status.statistics()
@@ -122,8 +122,8 @@ def disk_of_all(
 ) -> DiskStatistics:
     """Return the statistics of the disk that several layouts share.
 
-    The size is the store's own figure, and *life* is the drive's wear. The layouts' counters are summed. The state is
-    that of the layout for which the disk works worst.
+    Sizes come from the store, and *life* is the wear of the SSD. Counters are sums over the layouts. The state of a
+    circuit breaker is the worst one of all layouts.
     """
     budgets = [disk.budget_left_bytes for disk in disks if disk.budget_left_bytes is not None]
     sides = disks[0].breakers.keys()
@@ -143,17 +143,16 @@ def disk_of_all(
 
 
 def _why_failed(disks: Sequence[DiskStatistics], side: str) -> str:
-    """Return the error of the layout whose breaker is in the worst state, rather than of one that has recovered."""
+    """Return the error of the layout whose circuit breaker is in the worst state, or "" if no layout has an error."""
     failed = [disk for disk in disks if disk.why_failed[side]]
     worst = max(failed, key=lambda disk: _WORSE.index(disk.breakers[side]), default=None)
     return "" if worst is None else worst.why_failed[side]
 
 
 def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> TierStatistics:
-    """Return the disk tier's statistics: the size and evictions of the store, and the damage that the layouts found.
+    """Return the disk tier's statistics: sizes and evictions from the store, corrupt blocks from the layouts.
 
-    The size is not taken from the layouts, because all of them share the store, and each one's figures are as old as
-    its last write.
+    Sizes do not come from the layouts, because each layout's figures are as old as its last write to the shared store.
     """
     return TierStatistics(
         num_blocks=store.num_records,
@@ -166,7 +165,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
 
 
 def _own(host: TierStatistics, tiers: LayoutTiers) -> TierStatistics:
-    """Return *host* with the capacity of the layout's current extents, and with leases in these extents only."""
+    """Return *host* with the capacity and the leases of the layout's own part of the segment only."""
     return replace(host, capacity_bytes=tiers.held_bytes, num_leased=tiers.num_leased)
 
 

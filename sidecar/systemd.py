@@ -1,4 +1,4 @@
-"""Systemd: notifies the service manager that the sidecar is ready, alive or stopping, and which descriptors to keep."""
+"""Systemd: notifies the service manager of the sidecar's state, and gives it descriptors to keep for the next start."""
 
 import logging
 import os
@@ -10,14 +10,14 @@ from typing import Self
 
 log = logging.getLogger(__name__)
 
-MIN_WATCHDOG_S = 2.0  # the owner's thread can notify only about twice a second
+MIN_WATCHDOG_S = 2.0  # minimum timeout, because the sidecar's thread notifies only about twice a second
 
 
 class Systemd:
     """A client of `sd_notify(3)`, which sends datagrams to the socket that `NOTIFY_SOCKET` names.
 
-    Without that variable nothing is sent. No call blocks. Owned by the thread that owns the tiers, so that `alive` is
-    not sent while that thread is stuck.
+    If that environment variable is not set, nothing is sent. No call blocks. Owned by the thread that owns the tiers,
+    so systemd's watchdog notices when that thread is stuck.
     """
 
     def __init__(self, environment: Mapping[str, str], clock: Callable[[], float]) -> None:
@@ -41,33 +41,33 @@ class Systemd:
         self._socket.setblocking(False)
 
     def ready(self) -> None:
-        """Notify that engines may attach; sent once."""
+        """Notify systemd that engines may attach. Only the first call sends this."""
         if not self._is_ready:
             self._is_ready = self._tell("READY=1")
 
     def alive(self) -> None:
-        """Notify that the owner's thread is not stuck; sent twice per watchdog timeout."""
+        """Notify systemd's watchdog that the calling thread is not stuck, at most twice per watchdog timeout."""
         now = self._clock()
         if self._period_s and now - self._alive_at >= self._period_s and self._tell("WATCHDOG=1"):
             self._alive_at = now
 
     def stopping(self) -> None:
-        """Notify that the sidecar is about to end, which takes a while."""
+        """Notify systemd that the sidecar has begun to shut down."""
         self._tell("STOPPING=1")
 
     def keep(self, name: str, file: int) -> None:
-        """Have the service manager keep the descriptor under this name for the next start of the service.
+        """Ask the service manager to keep the descriptor *file* under *name* for the next start of the service.
 
-        The unit's `FileDescriptorStoreMax` limits how many descriptors it keeps.
+        The unit's `FileDescriptorStoreMax` limits how many descriptors the service manager keeps.
         """
         self._tell(f"FDSTORE=1\nFDNAME={name}", file)
 
     def do_not_keep(self, name: str) -> None:
-        """Have the service manager close the descriptors that it keeps under this name."""
+        """Ask the service manager to close the descriptors that it keeps under *name*."""
         self._tell(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def close(self) -> None:
-        """Close the socket; nothing more is sent."""
+        """Close the socket. Later calls send nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -81,7 +81,7 @@ class Systemd:
         self.close()
 
     def _tell(self, state: str, *files: int) -> bool:
-        """Send *state*, and return False if that failed and is worth another try."""
+        """Send *state* and the descriptors *files*. Returns False if sending failed."""
         if self._socket is None:
             return True
         try:
@@ -94,7 +94,7 @@ class Systemd:
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float:
-    """Return the seconds after which the service manager ends a silent service; 0 if it never does."""
+    """Return systemd's watchdog timeout in seconds; 0 without a watchdog. Raises ValueError if it is too short."""
     text = environment.get("WATCHDOG_USEC", "")
     if not text or environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0

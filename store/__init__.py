@@ -1,1 +1,1 @@
-"""Block stores at rest, on disk, in memory and shared between machines. A read returns the stored bytes or a fault."""
+"""Stores of blocks on disk, in memory, or shared between machines. A read returns the stored bytes or a fault."""

@@ -1,4 +1,4 @@
-"""The protocol `BlobStore` of all local stores, and the values that it accepts and returns."""
+"""`BlobStore`, the protocol of all local stores, and the types of its arguments and results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ MAX_KEY_BYTES = 511  # LMDB's limit; all stores share it, so that they are inter
 class Blob:
     """One block to store.
 
-    The caller keeps ownership of *raw* (format B, contiguous) and must not change it during the call. *digest* is
-    `record.digest` of the raw bytes, computed when they were produced, so that a read also detects damage that the
-    bytes suffered before they were written. *parent* is the key of the block before this one in its chain (the blocks
-    of one prompt, in order), or b"" if there is none or if eviction order does not matter. A block is evicted before
-    its parent. *tenant* is the tenant whose quota the block counts against (8 bytes), or b"" for none. A block and its
-    parent have the same tenant.
+    *raw* (contiguous, format B) stays the caller's memory, which must not change during the call. *digest* is
+    `record.digest` of these bytes, computed when they were produced. So a read also detects damage that they suffered
+    before they were written.
+
+    *parent* is the key of the block before this one in the same prompt. It is b"" if there is no such block, or if
+    eviction order does not matter. A block is evicted before its parent. *tenant* is the tenant (8 bytes) whose quota
+    the block counts against, or b"" for none. A block and its parent have the same tenant.
     """
 
     key: bytes
@@ -30,29 +31,29 @@ class Blob:
 
     def __post_init__(self) -> None:
         if not NAMESPACE_BYTES <= len(self.key) <= MAX_KEY_BYTES:
-            raise ValueError(f"key of {len(self.key)} bytes; need {NAMESPACE_BYTES} to {MAX_KEY_BYTES}")
+            raise ValueError(f"block key has {len(self.key)} bytes; it must have {NAMESPACE_BYTES} to {MAX_KEY_BYTES}")
         if len(self.digest) != DIGEST_BYTES:
-            raise ValueError(f"digest of {len(self.digest)} bytes; need {DIGEST_BYTES}")
+            raise ValueError(f"block digest has {len(self.digest)} bytes; it must have {DIGEST_BYTES}")
         if len(self.parent) > MAX_KEY_BYTES:
-            raise ValueError(f"parent's key of {len(self.parent)} bytes; at most {MAX_KEY_BYTES}")
+            raise ValueError(f"parent's key has {len(self.parent)} bytes; it may have at most {MAX_KEY_BYTES}")
         if len(self.tenant) not in (0, TENANT_BYTES):
-            raise ValueError(f"tenant of {len(self.tenant)} bytes; need {TENANT_BYTES} or none")
+            raise ValueError(f"tenant has {len(self.tenant)} bytes; it must have {TENANT_BYTES}, or 0 for no tenant")
 
 
 class Evicted(NamedTuple):
-    """Result of `Records.evict`."""
+    """Result of `Records.evict`: the evicted keys, and the bytes that became free."""
 
     keys: list[bytes]
-    num_bytes: int  # that the evicted records counted against the capacity (`seal.charged_bytes`)
+    num_bytes: int  # which the evicted records took of the capacity (`seal.charged_bytes`)
 
 
 class StoreFull(OSError):
-    """Error of a put that found no room even after evicting records, or that failed for another reason after evicting.
+    """Error of a put that found no room, or that failed for another reason after it had evicted records.
 
-    The store stays usable.
+    The store stays usable. *evicted* lists the keys that were evicted.
     """
 
-    evicted: Sequence[bytes] = ()  # keys that were evicted although nothing was stored
+    evicted: Sequence[bytes] = ()  # keys that were evicted, although nothing was stored
 
 
 class StoreUnavailable(OSError):
@@ -63,7 +64,8 @@ class StoreUnavailable(OSError):
 class StoreStatistics:
     """Statistics of a store at one moment.
 
-    Fields marked * survive reopening. Other totals count from when the store was opened.
+    Fields marked * keep their values when the store is closed and opened again. Other totals count from the last
+    opening.
     """
 
     num_records: int
@@ -79,43 +81,47 @@ class StoreStatistics:
 
 
 class Records(Protocol):
-    """The record operations of a store that a tier uses; see `BlobStore` for their guarantees."""
+    """The operations of a `BlobStore` that a tier uses. The guarantees are described there."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs*, the last one as the newest, and return the keys evicted to make room.
+        """Store *blobs*, the last one as the newest record, and return the keys evicted to make room.
 
-        The oldest records are evicted first, so pass the last block of a prefix first. A key that already has a record
-        is only touched (see `touch`). A call stores all blobs or none. But a call of more than `data_file.part_bytes`
-        is split into parts of at most that size, and each part is stored completely or not at all. After an OSError use
-        `contains` to find out what was stored. Raises ValueError and stores nothing if a single blob exceeds the
-        capacity.
+        The oldest records are evicted first, so pass the last block of a prompt first. A key that already has a record
+        is only touched (see `touch`). Raises ValueError and stores nothing if a single blob exceeds the capacity.
+
+        All blobs are stored, or none. But a call of more than `data_file.part_bytes` is split into parts, and each part
+        is stored completely or not at all. After an OSError, use `contains` to find out what was stored.
         """
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Copy each block into its *out*, verify it there, and return for each key its digest or a fault.
+        """Copy each block into its buffer in *outs*, verify it there, and return for each key its digest or a fault.
 
-        *out* must have exactly the block's raw length, which the key's namespace determines; otherwise the result is
-        `Fault.TORN`. After a fault *out* holds arbitrary bytes. Bad records have been deleted when the call returns.
+        A buffer must have exactly the block's raw length, which the key's namespace determines. Otherwise the result is
+        `Fault.TORN`. After a fault, the buffer holds arbitrary bytes. Bad records have been deleted when the call
+        returns.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the records of *keys* as recently used, so that eviction skips each record once.
+        """Mark the records of *keys* as recently used, so that the next eviction skips each of them once.
 
         Keys without a record are ignored.
         """
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Delete the records of *keys* and return how many there were. Records of their child blocks stay."""
+        """Delete the records of *keys* and return how many were deleted. Records of their child blocks stay."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        """Evict records of *tenant* (b"": of all tenants), the oldest first, until *num_bytes* fewer are stored.
+        """Evict the oldest records of *tenant* (b"": of all tenants) until *num_bytes* fewer are stored.
 
-        Evicts at most *limit* records, so call again for the rest. Returns no keys only if no records are left. These
-        evictions are not counted in the statistics.
+        One call evicts at most *limit* records, so call again for the rest. The result has no keys only if no records
+        are left. These evictions are not counted in the statistics.
         """
 
     def keys(self) -> Iterator[bytes]:
-        """Iterate over all keys, newest first. A record changed or touched meanwhile may be missing or appear twice."""
+        """Iterate over all keys, newest first.
+
+        A key that is touched or changed during the iteration may be missing or appear twice.
+        """
 
     def statistics(self) -> StoreStatistics: ...
 
@@ -123,25 +129,30 @@ class Records(Protocol):
 class BlobStore(Records, Protocol):
     """A local store of blocks. A read returns exactly the bytes that were stored under the key, or a fault.
 
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Eviction follows the CLOCK
-    algorithm. A touch, or a new child, marks a record as recently used. The oldest record is evicted unless it is
-    marked; a marked record loses its mark and becomes the newest. No record is evicted before its children, so eviction
-    leaves no gap in a prefix. A tenant with a quota never exceeds it: the excess is evicted from its own records, in
-    the same order. All methods are thread-safe: reads run concurrently, changes one after another. An OSError means
-    that the change did not happen. Every call after `close` raises ValueError.
+    The bytes of a key never change. The stored bytes never exceed the capacity. All methods are thread-safe: reads run
+    concurrently, changes one after another. An OSError means that the change did not happen. After `close`, every other
+    call raises ValueError.
+
+    Eviction follows the CLOCK algorithm. Touching a record, or storing a child block of it, marks the record as
+    recently used. Eviction takes the oldest record. If that record is marked, it loses its mark and becomes the newest
+    instead. A record is never evicted before the records of its child blocks, so eviction leaves no gap in a prefix. A
+    tenant never exceeds its quota: records of that tenant are evicted in the same order.
     """
 
     def contains(self, key: bytes) -> bool:
-        """Return whether *key* has a record. Reads no payload, so a later read may still find the record damaged."""
+        """Return whether *key* has a record. The payload is not read, so a later read may still find it damaged."""
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
-        """Read every record, newest first, and yield its key and fault (None if good). Deletes and counts nothing."""
+        """Read every record, newest first, and yield its key and its fault (None if it is good).
+
+        Bad records are neither deleted nor counted.
+        """
 
     def sync(self) -> None:
         """Block until everything stored so far is on disk."""
 
     def check(self) -> None:
-        """Raise AssertionError if accounting, order and records disagree. Counts all records but reads no payload."""
+        """Raise AssertionError if counters, eviction order and records disagree. Reads all records, but no payloads."""
 
     def close(self) -> None:
         """Close the store and release its resources. A second call does nothing."""

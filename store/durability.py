@@ -8,14 +8,14 @@ class Durability(StrEnum):
 
     No level ever returns wrong bytes. The levels differ in what is lost.
 
-    PROCESS   Every completed change survives kill -9: LMDB writes through a mapped file (`writemap`, 1.2 to 1.8 times
-              the speed of pwrite) and never syncs, so the kernel holds the pages. After a machine crash the file may be
-              damaged anywhere, so the store starts empty and logs why.
+    PROCESS   Every completed change survives kill -9, because the kernel holds the written pages: LMDB writes through a
+              mapped file (`writemap`, 1.2 to 1.8 times the speed of pwrite) and never syncs. After a machine crash the
+              file may be damaged anywhere, so the store starts empty and logs why.
     INTERVAL  As PROCESS, plus a checkpoint every few seconds: the file is synced, and a copy of its root (the two pages
               that lead to all others) is saved (`checkpoint.py`). After a machine crash the store is restored to the
               last checkpoint.
-    COMMIT    Every completed change survives a machine crash: LMDB writes and syncs before the change returns. It does
-              not use `writemap`, which would sync page by page and is slower here.
+    COMMIT    Every completed change survives a machine crash, because LMDB writes and syncs before the change returns.
+              It does not use `writemap`, which would sync page by page and is slower here.
     """
 
     PROCESS = "process"
@@ -24,5 +24,5 @@ class Durability(StrEnum):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether LMDB writes through its map and never syncs by itself, so that the store decides when to sync."""
+        """Whether LMDB writes through a memory map and never syncs, so that the store itself decides when to sync."""
         return self is not Durability.COMMIT

@@ -1,8 +1,8 @@
-"""A folder that belongs to this program's user alone, accessed through its descriptor.
+"""A folder that belongs to this program's user alone, accessed through a descriptor that stays open.
 
 Another user who could write to the folder, or place links in it, could choose which files are overwritten and read. So
 the folder must belong to this user and must not be writable by other users. Neither the folder nor a file in it may be
-a link. The descriptor keeps leading to the same folder: if another process removes the path and creates it again,
+a link. The descriptor always refers to the same folder. If another process removes the path and creates it again,
 nothing is written to the new folder.
 """
 
@@ -15,11 +15,11 @@ from typing import Self
 
 
 class Folder:
-    """An open folder, which its owner must `close`.
+    """An open folder that belongs to this user alone. Whoever opens it must `close` it.
 
     *name* is the path by which the folder was opened. *here* is a path that leads to the folder as long as it is open,
-    even if *name* leads elsewhere by then. Raises OSError, with one line that says what to do, if the folder cannot be
-    trusted.
+    even if *name* has been removed or leads to another folder. Raises OSError if the folder cannot be trusted. The
+    message is one line that says what to do.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,11 +47,11 @@ class Folder:
 
     @property
     def mode(self) -> int:
-        """The permission bits of the folder."""
+        """Permission bits of the folder."""
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 
     def close(self) -> None:
-        """Close the descriptor, so that *here* leads nowhere any more. A second call does nothing."""
+        """Close the descriptor. After that, *here* is not a valid path. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -75,11 +75,11 @@ class Folder:
 
 
 def open_private(path: "Path | str", flags: int) -> int:
-    """Open a file of this user and return its descriptor. Serves as an *opener* for `open`.
+    """Open a file of this user and return its descriptor. May be passed as *opener* to `open`.
 
-    With O_CREAT in *flags* a missing file is created with access for its owner only. Raises PermissionError unless the
-    file at *path* is a regular file of this user without further hard links, because writing through a symbolic or hard
-    link would change another file.
+    With O_CREAT in *flags*, a missing file is created with access for its owner only. Raises OSError unless *path* is a
+    regular file of this user with a single hard link. Writing through a symbolic or hard link would change another
+    file.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
@@ -91,7 +91,7 @@ def open_private(path: "Path | str", flags: int) -> int:
 
 
 def open_or_make(path: str, flags: int) -> int:
-    """Open a file like `open_private`, creating it if it is missing. Serves as an *opener* for `open`."""
+    """Open a file like `open_private`, but create it if it is missing. May be passed as *opener* to `open`."""
     return open_private(path, flags | os.O_CREAT)
 
 

@@ -17,7 +17,7 @@ from kvtier.store.record import Fault
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """One record as it is stored."""
+    """A record of a `MemoryStore`: its header and payload, and what eviction needs to know."""
 
     header: bytes
     payload: bytes
@@ -27,9 +27,9 @@ class StoredRecord:
 
 
 class MemoryStore:
-    """A `BlobStore` in memory.
+    """A `BlobStore` in memory, for tests and for use without a disk.
 
-    It counts as many bytes of each block against the capacity as `LmdbStore` does, so both evict the same blocks.
+    A block counts the same number of bytes against the capacity as in an `LmdbStore`, so both evict the same blocks.
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class MemoryStore:
     def _turn(
         self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, limit: int | None = None
     ) -> list[bytes]:
-        """Evict records of *tenant* (None: of all tenants) by CLOCK until *stored_bytes* is at most *limit_bytes*.
+        """Evict records by the CLOCK algorithm until *stored_bytes* returns at most *limit_bytes*.
 
-        Evicts at most *limit* records. None means no limit.
+        Evicts only records of *tenant*, and at most *limit* records. None means all tenants or no limit.
         """
         evicted: list[bytes] = []
         while stored_bytes() > max(0, limit_bytes) and (limit is None or len(evicted) < limit):

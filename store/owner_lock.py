@@ -8,8 +8,8 @@ from pathlib import Path
 from kvtier.store.folder import Folder, open_private
 
 LOCK_FILE = "owner.lock"
-# How long to wait for the lock of an owner that has ended, because the store's process that the owner started may still
-# hold the lock and be writing.
+# How long to wait for the lock of an owner that has ended. The store's process that the owner started may still be
+# writing, and then it still holds the lock.
 _PATIENCE_S = 10.0
 
 
@@ -18,11 +18,12 @@ class FolderInUse(OSError):
 
 
 class OwnerLock:
-    """A lock on `owner.lock` in *folder*, held until `release` or the end of the process.
+    """A lock that reserves *folder* for one process, held until `release` or the end of the process.
 
-    The lock is a `flock`, so kill -9 releases it and a file left behind locks nothing. The file contains the pid
-    *owner* (None: this process). A store's process holds the lock for the engine's process, so it passes the engine's
-    pid. Raises FolderInUse if another live owner holds the lock.
+    The lock is a `flock` on the file `owner.lock`. The kernel releases it even after kill -9, so a leftover file locks
+    nothing. The file contains *owner*, the pid that other processes are shown, or this process's pid if *owner* is
+    None. A store's process passes the pid of the engine that started it. Raises FolderInUse if another live owner holds
+    the lock.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
@@ -49,7 +50,7 @@ class OwnerLock:
                 time.sleep(0.02)
 
     def release(self) -> None:
-        """Release the lock. The file stays, because if it were removed, two owners could lock two different files."""
+        """Release the lock. The file stays: if it were removed, two processes could each lock a different file."""
         os.close(self._file)
 
 

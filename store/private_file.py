@@ -12,7 +12,7 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class PrivateFile:
-    """The content of a file, and *exposure*: why the file is not private and what to do, or None if it is private."""
+    """Content of a secret file. *exposure* is a message if other users may use the file, else None."""
 
     content: bytes
     exposure: str | None
@@ -21,7 +21,7 @@ class PrivateFile:
 def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
     """Read the file at *path*, at most *max_bytes* of it (-1: all). Raises OSError if it cannot be read.
 
-    The checked permissions are those of the opened file, even if *path* leads to another file by then.
+    The permissions are checked on the opened file, so the check also holds if *path* is replaced meanwhile.
     """
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
@@ -33,11 +33,11 @@ def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
 
 
 def is_private(found: os.stat_result, user: int, groups: Collection[int]) -> bool:
-    """Return whether only the process's *user* and root can use the file with the stat result *found*.
+    """Return whether only *user*, who runs this process, and root can use the file with the stat result *found*.
 
-    A file is private if only its owner may use it. A file of root is also private if *user* is not root and the only
-    further permission is that one of the process's *groups* may read it. Kubernetes mounts secrets like this, for the
-    group of the pod (`fsGroup`).
+    A file is private if neither its group nor other users have any permission. There is one exception, for a *user*
+    other than root. A file of root stays private if one of the process's *groups* may also read it. Kubernetes mounts
+    secrets like this, for the group of the pod (`fsGroup`).
     """
     of_others = stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
     if not of_others:

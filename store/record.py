@@ -40,7 +40,7 @@ class Fault(StrEnum):
 
     @property
     def is_bad_record(self) -> bool:
-        """Whether the record can never be read again, so that the read that finds it deletes it."""
+        """Whether the record can never be read again. A read that finds such a record deletes it."""
         return self not in _RECORD_MAY_BE_FINE
 
 
@@ -48,11 +48,11 @@ _RECORD_MAY_BE_FINE = frozenset({Fault.MISSING, Fault.KEY, Fault.IO_ERROR})
 
 
 def digest(data: "ReadableBuffer") -> bytes:
-    """Return the digest of *data* (xxh3_128, 16 bytes). *data* is contiguous and not copied.
+    """Return the digest of *data* (xxh3_128, 16 bytes). *data* must be contiguous, and is not copied.
 
-    Takes 0.38 of the time of copying the data. The digest detects damage, not tampering, because xxh3 is not a
-    cryptographic hash. The data is hashed in pieces so small that xxhash keeps the GIL. Releasing the GIL for 30 us per
-    megabyte, and waiting for it next to a busy thread, took five times as long.
+    The digest detects damage, not tampering, because xxh3 is not a cryptographic hash. It takes 0.38 times as long as
+    copying the data. The data is hashed in small pieces, for which xxhash keeps the GIL. For larger pieces xxhash
+    releases the GIL and then waits for it, which took five times as long next to a busy thread.
     """
     view = memoryview(data)
     if view.nbytes <= _PIECE_BYTES:
@@ -64,15 +64,15 @@ def digest(data: "ReadableBuffer") -> bytes:
 
 
 def digest_for_threads(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
-    """Return the digest function to use when *num_threads* threads hash blocks at the same time.
+    """Return the digest function for *num_threads* threads that hash blocks at the same time.
 
-    For several threads it is one that releases the GIL while it hashes a block.
+    The function for several threads releases the GIL, so that they run in parallel.
     """
     return digest if num_threads == 1 else xxhash.xxh3_128_digest
 
 
 class Record(NamedTuple):
-    """The unpacked header of one payload, with lengths in bytes.
+    """The fields of a payload's header. Lengths are in bytes.
 
     *stored_length* is the length of the encoded and possibly encrypted payload without its padding (see
     `seal.value_bytes`). *digest* is the digest of the decoded bytes, or `NO_DIGEST` if the record is encrypted.
@@ -115,9 +115,9 @@ class Record(NamedTuple):
 
 
 def _fault_of_start(header: bytes) -> Fault:
-    """Return the fault in a *header* whose length, magic or version is wrong.
+    """Return the fault in a *header* that has the wrong length, or does not begin with our magic and version.
 
-    The right length depends on the version, so the length of a header of another version is not judged.
+    A header of another version may have another length, so its fault is always `VERSION`.
     """
     if len(header) < len(_START):
         return Fault.TORN
@@ -127,7 +127,10 @@ def _fault_of_start(header: bytes) -> Fault:
 
 
 def is_plain(header: bytes, num_bytes: int) -> bool:
-    """Return whether *header* says that the value is the raw block of *num_bytes*. Does not verify the checksum."""
+    """Return whether *header* describes a raw block of *num_bytes*, neither encoded nor encrypted.
+
+    Does not verify the checksum of the header.
+    """
     if len(header) != HEADER_BYTES:
         return False
     _, _, codec_id, cipher_id, _, _, raw_length, stored_length, _ = _FIELDS.unpack_from(header)

@@ -8,15 +8,15 @@ from kvtier.store.record import Fault
 
 
 class RemoteUnavailable(OSError):
-    """Error raised if a remote store timed out or refused the connection or the user. A retry may succeed."""
+    """Error raised if a remote store does not respond, or refuses the connection or the user. A retry may succeed."""
 
 
 class RemoteRecord(NamedTuple):
-    """A sealed block. The value stored under *key* is *header* followed by *payload*.
+    """A block that is ready to be stored. The value stored under *key* is *header* followed by *payload*.
 
-    *parent* is the key of the block before this one in its chain (the blocks of one prompt, in order), or b"" for the
-    first block. A store that packs several records into one object puts a record next to its parent. The caller keeps
-    ownership of *payload*.
+    *payload* is the encoded and possibly encrypted block, and stays the property of the caller. *parent* is the key of
+    the block before this one in its chain (the blocks of one prompt, in order), or b"" for the first block. A store
+    that packs several records into one object uses *parent* to keep neighbours together.
     """
 
     key: bytes
@@ -39,13 +39,13 @@ class RemoteUsage:
 class RemoteStore(Protocol):
     """A store of sealed records that other clients also read, write and empty.
 
-    The protocol promises less than `BlobStore`. Any record may be gone at any time, keys cannot be listed, the eviction
-    order is unknown, and a returned value may be anything: another record, half a record, or foreign bytes. The caller
-    opens each value with its key (`SealedRemote`), so no behaviour of the store leads to wrong bytes.
+    The protocol promises less than `BlobStore`. Any record may be gone at any time, keys cannot be listed, and the
+    eviction order is unknown. A returned value may be anything: another record, half a record, or foreign bytes. So the
+    caller must verify each value with its key, as `SealedRemote` does.
 
-    A method raises `RemoteUnavailable` if no part of its request succeeded; its result reports partial success. Each
-    call ends within a few times the timeout with which the store was created. All methods are thread-safe and may run
-    concurrently. Values returned by `get_many` belong to the caller.
+    A method raises `RemoteUnavailable` if its whole request failed. If a part of the request succeeded, the result says
+    which part. Each call ends within a few times the timeout with which the store was created. All methods are
+    thread-safe and may run concurrently. Values returned by `get_many` belong to the caller.
     """
 
     @property
@@ -69,8 +69,8 @@ class RemoteStore(Protocol):
     def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether a value exists, without reading it, or None if the request failed.
 
-        The keys of one chain must be in its order; a store may stop searching a chain after a gap. With *apart* each
-        key is searched for by itself, because the keys belong to no chain.
+        The keys of one chain must be in the order of the chain. A store may stop searching a chain after a gap. With
+        *apart*, the keys belong to no chain, so each key is searched for by itself.
         """
 
     def forget(self, namespace: bytes) -> None:

@@ -42,9 +42,13 @@ class Slabs:
     """All slabs of a store's folder, one file per slot size. The store's index records which slot each record has.
 
     Reads may run concurrently with any other call. A read of a slot that is being written returns a mixture of the old
-    and the new payload. Payloads in the page cache are copied from there at memory speed. Other payloads are read past
-    the page cache (O_DIRECT) if the caller's memory is aligned, because the host tier above the store caches them.
-    *written* lists the slots written since it was last cleared.
+    and the new payload.
+
+    A payload in the page cache is copied from there, at memory speed. Any other payload is read with O_DIRECT, past the
+    page cache, because the host tier above the store already caches it. O_DIRECT requires that the caller's memory is
+    aligned to pages.
+
+    *written* lists the slots that were written since the list was last cleared.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +66,10 @@ class Slabs:
             slab.write(first, run)
 
     def read(self, slots: Sequence[Slot], outs: Sequence[memoryview]) -> None:
-        """Fill each *out*, at most a slot long, with one system call per run of neighbouring slots. Raises OSError."""
+        """Fill each buffer in *outs* from its slot. A buffer is at most a slot long. Raises OSError.
+
+        Makes one system call per run of neighbouring slots.
+        """
         for slab, first, run in self._runs(slots, outs):
             slab.read(first, run)
 
@@ -193,7 +200,10 @@ class SlabFile:
             os.close(self._direct)
 
     def _read_cached(self, outs: list[memoryview], at: int) -> int:
-        """Read what is in the page cache at *at*, without waiting for the disk, and return the number of bytes read."""
+        """Read from offset *at* what the page cache holds, without waiting for the disk. Return the number of bytes.
+
+        Reads from the disk too if the file system does not support such reads.
+        """
         try:
             return os.preadv(self._file, outs, at, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -227,7 +237,7 @@ def _is_aligned(view: memoryview) -> bool:
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
-    """Fill all *buffers* with *read*. Bytes beyond the end of the file become zeros."""
+    """Fill all *buffers* from offset *at* on, by calls of *read*. Bytes beyond the end of the file become zeros."""
     for buffer in _transfer(read, buffers, at)[0]:
         np.frombuffer(buffer, np.uint8)[:] = 0
 
@@ -235,9 +245,9 @@ def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview
 def _transfer(
     act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int
 ) -> tuple[list[memoryview], int]:
-    """Read or write all *buffers* with as many calls of *act* as needed.
+    """Read or write all *buffers* from offset *at* on, with as many calls of *act* as needed.
 
-    Returns the buffers that are left when *act* makes no more progress, and the position reached.
+    Returns the buffers that were left when *act* made no more progress, and the offset reached.
     """
     while buffers:
         done = act(buffers, at)

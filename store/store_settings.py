@@ -1,4 +1,4 @@
-"""`StoreSettings`: the settings with which a store is opened."""
+"""`StoreSettings`: the arguments for opening a store of blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The arguments of `LmdbStore`, as a value.
+    """The arguments for opening an `LmdbStore`, so that it can be opened later or by another process.
 
-    *owner* is the pid of the process for which the store is opened; None stands for this process. The folder is made
-    absolute, because the store may be opened later, or by a process with another working directory.
+    *folder* is made absolute, because that process may have another working directory. *owner* is the pid of the
+    process for which the store is opened (None: the process that opens it).
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class StoreSettings:
         object.__setattr__(self, "folder", self.folder.absolute())  # frozen
 
     def open(self) -> LmdbStore:
-        """Open the store. Raises what `LmdbStore` raises."""
+        """Open the store. Raises the same exceptions as `LmdbStore`."""
         return LmdbStore(
             self.folder,
             self.capacity_bytes,

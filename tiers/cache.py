@@ -1,4 +1,4 @@
-"""TieredCache: device, host, disk and remote tier as one prefix cache. Start reading here."""
+"""TieredCache: one prefix cache over the device, host, disk and remote tiers. The entry point of this package."""
 
 import time
 from array import array
@@ -56,12 +56,11 @@ class CacheOptions:
 class TieredCache:
     """A prefix cache over all tiers: finds the longest cached prefix, promotes it to the device, and spills old blocks.
 
-    One thread owns the cache. No method waits for a copy except `wait` and `Drain.flush`. The lifecycle of a request is
-    `lookup`, `promote`, `poll` until the promotion is done, `allocate` and `commit` while it computes, and `release`. A
-    failed, late or corrupt copy leads to a shorter prefix, never to an exception. The bytes are in *memories*, one for
-    each attention group: the layers that share one kind of attention and one block table.
+    For each request, the engine calls `lookup`, `promote`, and `poll` until the promotion is done. It calls `allocate`
+    and `commit` while the request computes, and finally `release`. A failed, late or corrupt copy leads to a shorter
+    prefix, never to an exception. One thread owns the cache. Only `wait`, `close` and `Drain.flush` wait for copies.
 
-    The life of a block, which is *dirty* until it has been copied to a lower tier, and *clean* from then on:
+    A block is *dirty* until it has been copied to a lower tier, and *clean* from then on. The life of a block:
 
         allocate          commit               release                     slot needed
         blank ----> computing ----> leased, named ----> free, named -------------------> gone, if nothing below has it
@@ -72,11 +71,12 @@ class TieredCache:
                                     ^                                                 |
                                     +------------------ promote (copied up) ----------+
 
-    Queries and plans are objects of their own: `lookups` (what is cached where), `plans` (how much of a hit to load),
+    Four attributes offer further operations: `lookups` (what is cached where), `plans` (how much of a hit to load),
     `pins` (prefixes kept in host memory) and `drain` (copies before the process ends).
 
-    Each group has its own block size. A name covers `block_size` tokens, which divides the block sizes of all groups; a
-    block has the name of its last tokens.
+    An attention group is the set of layers that share one kind of attention and one block table. Each group has its own
+    block memory and block size. A name is the hash of a prefix of a prompt; there is one for every `block_size` tokens,
+    a number that divides the block sizes of all groups. A block has the name of the prefix that ends with the block.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class TieredCache:
         """Create an empty cache.
 
         *memories*, one per group, hold the device slots and the host slots that *lower* uses. *events* records blocks
-        that enter or leave the device. *planner* decides what is worth loading; without it, everything is. *spills*
-        records each batch that was to be spilled from the device.
+        that enter or leave the device. *planner* decides what is worth loading (None: everything). *spills* records
+        which blocks were copied from the device to host memory, and which were evicted before that.
         """
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
@@ -136,10 +136,10 @@ class TieredCache:
         return self.lookups.lookup(chain, num_tokens)
 
     def make_room(self, hit: Hit) -> bool:
-        """Start spilling the dirty blocks that promoting the hit would evict; return True if there is no need to wait.
+        """Start spilling the dirty blocks that the hit would evict, and return whether to promote the hit now.
 
-        Returns True also if waiting would not help. If the result is False, call again after a `poll`. Promoting
-        without this call is allowed, but drops dirty blocks, which have no other copy.
+        Returns False if the caller should wait for these spills: call this method again after a `poll`. Promoting the
+        hit without waiting is allowed, but loses the dirty blocks, because they have no other copy.
         """
         is_on_device = all((found != ABSENT).all() for found in self._hits.device_slots(hit))
         if not hit.num_tokens or (is_on_device and not self._host_spill.num_dirty):
@@ -150,8 +150,8 @@ class TieredCache:
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
-            # Right after the promotion, the request takes slots to compute in. A copy that is started then would be too
-            # late for these, and no other clean block may be left once the hit's own blocks are leased.
+            # Right after the promotion, the request allocates slots for the tokens that it computes. A spill started
+            # only then would be too late. Once the hit's own blocks are leased, there may be no other clean blocks.
             soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
             takes = missing or len(resident)
             short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if takes else 0)
@@ -164,10 +164,10 @@ class TieredCache:
         return not self._host_spill.is_making_progress and (is_on_device or not self.lower.status.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
-        """Lease the hit's blocks that are on the device, and start to load the others. Returns at once.
+        """Lease the hit's blocks that are on the device, and start to load the others. Does not wait for them.
 
-        The promotion is `done` at once or after some `poll`. After *timeout_s* (None: no limit) it ends with the blocks
-        that have arrived.
+        Call `poll` until the promotion is `done`. After *timeout_s* (None: no limit), the promotion ends with the part
+        of the prefix that has been loaded so far.
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
         return self._promoter.promote(hit, self._window.num_blocks, deadline)
@@ -184,9 +184,9 @@ class TieredCache:
         self.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait up to *timeout_s* for a transfer to finish, and process the finished ones.
+        """Wait up to *timeout_s* for a transfer to finish, and process finished transfers.
 
-        Processing stops after `TAKING_IN_S`. The remaining transfers are processed by the next call.
+        Processing stops after about `TAKING_IN_S` seconds. The next call processes the remaining transfers.
         """
         until: float | None = None
 
@@ -204,8 +204,8 @@ class TieredCache:
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         """Lease *num_slots* device slots of each group for new blocks; return None if a group has too few.
 
-        Evicts the oldest clean blocks first. A dirty block that must be evicted is dropped and counted. Never waits for
-        a copy.
+        Evicts the oldest clean blocks first. If too few blocks are clean, evicts dirty blocks as well; these are lost,
+        and counted in the statistics. Never waits for a copy.
         """
         self.residency.process_lost()
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
@@ -223,9 +223,9 @@ class TieredCache:
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
         """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
 
-        *tables* are the request's block tables. If another slot already holds a block of the same name, the bytes are
-        equal, and the table gets that slot instead. So each block is cached once, and a prefix is evicted after the
-        blocks that continue it. *boundaries* are the positions where later prompts may resume; see `Retention.kept`.
+        *tables* are the request's block tables. If another slot already holds a block of the same name, its bytes are
+        equal, so the table is changed to refer to that slot. *boundaries* are the token positions where later prompts
+        may resume; see `Retention.kept`.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
@@ -242,10 +242,10 @@ class TieredCache:
                     self.residency.commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
 
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
-        """Offer a request's last, partial block to later requests, which copy it. Call this before `release`.
+        """Make a request's last, partial block available to later requests, which copy it. Call this before `release`.
 
-        So the next turn of a chat finds all computed tokens, as long as the block is on the device. Partial blocks are
-        not spilled. If a later request continues after all of the block's tokens, this block is evicted, because that
+        The next turn of a chat can then reuse all computed tokens, as long as the block is on the device. Partial
+        blocks are not spilled. If a later request reuses all tokens of the block, the block is evicted, because that
         request will offer a longer one.
         """
         block_id = num_computed // self.block_size
@@ -261,9 +261,9 @@ class TieredCache:
             group.commit_tail(table[block_id], name, key, token_ids)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
-        """Release the blocks that no token after the first *num_tokens* reads any more, and clear them in *tables*.
+        """Release the blocks that tokens after the first *num_tokens* no longer read, and clear them in *tables*.
 
-        Only groups that forget have such blocks, for example groups with a sliding window.
+        Only groups with limited attention have such blocks, for example groups with a sliding window.
         """
         for group in self._forgetting:
             table = tables[group.id]
@@ -277,7 +277,7 @@ class TieredCache:
             group.pool.release(passed)
 
     def release(self, tables: Tables) -> None:
-        """Release a request's leases, the prefix's tail first, so that the tail is evicted first."""
+        """Release a request's leases, those of its last blocks first, so that its last blocks are evicted first."""
         for group, table in zip(self._group_tiers, tables, strict=True):
             slots = np.array(table, np.intp)[::-1]
             leased = slots[slots != NO_SLOT]
@@ -285,11 +285,11 @@ class TieredCache:
             group.pool.release(leased)
 
     def spill(self) -> None:
-        """Start spills that are due, from the device to host memory and from there to disk.
+        """Start the copies that are due, from the device to host memory and from there to disk.
 
-        The number of device blocks kept clean in advance depends on the measured speeds. With
-        `CacheOptions.copies_all_down`, the other blocks follow while no promotion is in flight. Call this after each
-        step, and from time to time while there are no steps.
+        Device blocks are due shortly before they are evicted; how early depends on the measured speeds. With
+        `CacheOptions.copies_all_down`, the other blocks are copied too while no promotion is in flight. Call this after
+        each engine step, and from time to time while the engine is idle.
         """
         now = self._clock()
         for group in self._group_tiers:
@@ -301,22 +301,23 @@ class TieredCache:
             self._demand = self._nothing
 
     def free_slots(self) -> list[int]:
-        """Return by group how many device slots `allocate` could return now."""
+        """Return for each attention group how many device slots `allocate` could lease now."""
         return [max(0, group.pool.num_free) for group in self._group_tiers]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """Return by group how many blocks of the promotion have a reserved device slot, but are not in flight yet."""
+        """Return for each group how many blocks of the promotion have a reserved slot, but are not in flight yet."""
         return self._promoter.num_to_come(promotion)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of copies in flight on all routes."""
+        """Number of copies in flight between all tiers."""
         return self._transfers.in_flight
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """Prepare an eviction requested by an operator. Call `go_on` of the result until it is done.
+        """Prepare to evict the blocks that an operator's *order* selects. Call `go_on` of the result until it is done.
 
-        Device and host memory hold blocks of one namespace only. To purge another namespace, leave these tiers out.
+        Device and host memory hold only blocks of this cache's namespace. An order for another namespace must not name
+        these two tiers.
         """
         device: list[SlotPurge] = []
         block_bytes = [group.memory.block_bytes for group in self._group_tiers]
@@ -331,7 +332,8 @@ class TieredCache:
     def reset(self) -> bool:
         """Evict all blocks from all tiers and end all pins. Waits until the store has deleted this namespace's records.
 
-        Returns False, leaving everything as it was, if any block is leased or in flight, or if the store fails.
+        Returns False if any block is leased or in flight, or if the store fails. Then all blocks stay, except that a
+        failing store may have deleted some of its records.
         """
         if (
             any(group.num_held for group in self._group_tiers)
@@ -346,12 +348,12 @@ class TieredCache:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if the state is inconsistent: pools, dirty marks, leases, blocks in flight."""
+        """Raise AssertionError if the bookkeeping of slots, dirty blocks, leases or copies is inconsistent."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[str]:
-        """Run `check` in parts, and yield a description after each part. Parts may run at different times."""
+        """Run `check` in parts, and yield a description after each part. Other calls may come between two parts."""
         for group in self._group_tiers:
             group.slots.check()
             yield f"device, group {group.id}: {group.pool.num_named} blocks in {group.pool.num_slots} slots"
@@ -383,9 +385,9 @@ class TieredCache:
         )
 
     def close(self) -> bool:
-        """End the lanes, whose threads copy, and release the host memory. Call `Drain.flush` first to save all blocks.
+        """End the copy threads and release the host memory. Call `Drain.flush` first to save all blocks.
 
-        Returns False if a copy hangs. Then the memory stays, and the store must not be closed.
+        Returns False if a copy hangs. Then the memory is not released, and the store must not be closed.
         """
         if not self._transfers.close():
             return False
@@ -394,7 +396,10 @@ class TieredCache:
         return True
 
     def _spill(self) -> None:
-        """Start the spills that are due, without optional disk writes while a promotion needs room or is in flight."""
+        """Start the spills that are due.
+
+        While a promotion needs room or is in flight, only those disk writes are started that free host slots.
+        """
         self._host_spill.spill(self._demand)
         if any(self._demand) or self._promoter.num_waiting:
             self.lower.hints.make_room()
@@ -402,9 +407,9 @@ class TieredCache:
             self.lower.hints.spill()
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
-        """Return how many of *num_slots* device slots could not be taken now without dropping dirty blocks.
+        """Return how many of *num_slots* device slots could not be taken now without evicting dirty blocks.
 
-        The slots *besides* are about to be leased, so they do not count as available.
+        The slots in *besides* are about to be leased, so they do not count as available.
         """
         num_slots += group.pool.num_reserved  # promotions take their reserved slots first
         horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks

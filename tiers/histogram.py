@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """Counts by bucket, and *total*, the sum of all values. The last bucket counts the values above all *bounds*."""
+    """Counts of values by bucket, and *total*, their sum. The last bucket counts the values above all *bounds*."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -33,7 +33,7 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count *value* *times* times."""
+        """Count *value* as if it had been observed *times* times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 

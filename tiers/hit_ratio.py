@@ -7,9 +7,10 @@ from kvtier.tiers.lower.statistics import PrefixStatistics
 
 
 class HitRatio:
-    """Counts of queried and hit tokens. The recent ratio covers the last *num_recent* requests.
+    """Counts of prompt tokens that were looked up (queries) and found in the cache (hits).
 
-    A request that is admitted again after a preemption is counted separately.
+    The recent ratio covers the last *num_recent* requests. Requests that are admitted again after a preemption are
+    counted separately.
     """
 
     def __init__(self, num_recent: int = 1000) -> None:

@@ -30,7 +30,10 @@ class Lookups:
         retention: Retention,
         planner: LoadPlanner | None,
     ) -> None:
-        """Answer from *residency*. *planner* decides whether querying a slow tier is worth its time (None: always)."""
+        """Create lookups in *residency*, which knows where each block is.
+
+        *planner* decides whether querying a slow tier is worth its time (None: always).
+        """
         self._attentions = tuple(attentions)
         self._residency = residency
         self._groups = residency.groups
@@ -96,8 +99,9 @@ class Lookups:
     def junction(self, hit: Hit) -> int | None:
         """Return the length of the prompt's junction (see `longest_single`), or None if it has none after the hit.
 
-        A junction is a prefix for which only groups that forget (sliding windows, recurrent states) lack blocks. It is
-        requested a second time, so the blocks of these groups at its end are worth keeping.
+        A junction is a prefix that was computed before, but after which a request cannot resume. The reason is that
+        groups with limited attention (sliding windows, recurrent states) have not kept their blocks at its end. The
+        second request for the prefix shows that these blocks are worth keeping.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -128,7 +132,7 @@ class Lookups:
         return result
 
     def _is_worth_asking(self, num_found: int, num_tokens: int) -> bool:
-        """Return whether the rest of a prompt takes longer to compute than a query of the remote tier takes."""
+        """Return whether computing the rest of a prompt would take longer than querying the remote tier."""
         if self._planner is None or not self._planner.prefill.is_known:
             return True
         compute_s = self._planner.compute_seconds(num_found, num_tokens - num_found)

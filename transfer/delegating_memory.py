@@ -1,4 +1,4 @@
-"""DelegatingMemory: the part that is the same in every memory that wraps another one."""
+"""DelegatingMemory: the base class of memories that wrap another memory."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kvtier.transfer.block_memory import BlockMemory
 class DelegatingMemory:
     """A `BlockMemory` that passes every call on to *memory*. A subclass overrides the methods that it changes.
 
-    A subclass may replace *memory* by another one with the same device slots.
+    A subclass may assign another memory with the same device slots to the attribute `memory`.
     """
 
     def __init__(self, memory: BlockMemory) -> None:

@@ -1,12 +1,13 @@
-"""DeviceSlab: the device slots of one attention group in block-major layout, so that each block is contiguous."""
+"""DeviceSlab: the device memory for the KV blocks of one attention group, with each block contiguous."""
 
 import torch
 
 
 class DeviceSlab:
-    """One tensor, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is keys, then values.
+    """The device memory for the KV blocks of one attention group. Each slot holds one block.
 
-    A slot holds one block, and its bytes belong to the owner of its lease. On a CPU the tensor is ordinary memory.
+    The shape of `tensor` is [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]. The dimension of size 2 has
+    the keys first, then the values. Only the owner of a slot's lease may use the slot's bytes.
     """
 
     def __init__(
@@ -27,5 +28,5 @@ class DeviceSlab:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """The same memory as bytes, [num_slots, block_bytes]."""
+        """The memory of `tensor` as bytes, [num_slots, block_bytes]."""
         return self.tensor.view(self.tensor.shape[0], -1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""HostSlab: the host slots of one attention group in a memory file, backed and, with CUDA, pinned piece by piece."""
+"""HostSlab: the host memory for the KV blocks of one attention group, allocated and pinned in the background."""
 
 import errno
 import logging
@@ -29,16 +29,16 @@ BACKED_LOOK_S = 0.1  # polling interval while another process backs its file
 
 
 class HostSlab:
-    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`), which disappears with its process.
+    """Host memory for KV blocks: *num_slots* slots of *block_bytes* each, in an anonymous memory file (`memfd`).
 
-    The bytes of a slot belong to the owner of its lease. The first touch of memory is 8 to 18 times slower than reuse
-    (measured; DESIGN.md section 10). So a background thread backs the file (allocates its pages) piece by piece and, if
-    *pin* is given, pins each piece. Slots that it has not reached yet work, but are slower. *node* is the preferred
-    NUMA node.
+    Only the owner of a slot's lease may use the slot's bytes. The first use of memory is 8 to 18 times slower than
+    reuse (measured; DESIGN.md section 10). So a background thread "backs" the file (allocates its pages) piece by piece
+    and, if *pin* is given, pins each piece. Slots that the thread has not reached yet work, but are slower. *node* is
+    the preferred NUMA node.
 
-    If *file* is given, the slots are the beginning of that file of another process, and the slab duplicates the
-    descriptor. The other process backs the file from the front, because the kernel counts a page against the memory
-    limit of the process that first touches it.
+    If *file* is given, the slots are at the beginning of that file, which belongs to another process. The slab
+    duplicates the descriptor. The other process backs the file from the front, because the kernel counts each page
+    against the memory limit of the process that first touches it.
     """
 
     def __init__(
@@ -89,23 +89,28 @@ class HostSlab:
             and num_slots
             and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node)
         ):
-            log.warning("host slab: the kernel refuses to place memory on node %d, the NUMA node of the GPU", node)
+            log.warning(
+                "host slab: the kernel refuses to place memory on node %d, the GPU's NUMA node; copies may be slow",
+                node,
+            )
         self._thread = threading.Thread(target=self._prepare, name="kvtier-host-slab", daemon=True)
         self._thread.start()
 
     @property
     def prepared(self) -> bool:
-        """Whether every piece is backed and, with CUDA, pinned."""
+        """Whether all slots are allocated and, with CUDA, pinned."""
         return self.prepared_bytes == self.num_bytes
 
     @property
     def num_pinned_slots(self) -> int:
-        """Number of pinned slots, counted from slot 0. It only grows until `close`."""
+        """Number of slots pinned so far, from slot 0 on. It only grows until `close`."""
         return 0 if self._pin is None else self.prepared_bytes // self.block_bytes
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """The memory file's descriptor, address in this process, and number of bytes, for a process that maps it too.
+        """Descriptor of the memory file, address of the slots in this process, and number of bytes of the slots.
+
+        Another process needs these values to map the slots too.
 
         Raises ValueError once the slab is closed.
         """
@@ -117,7 +122,10 @@ class HostSlab:
         return self.prepared
 
     def close(self) -> None:
-        """End the background thread and unpin. The memory lasts until the last view of `blocks` is gone. Idempotent."""
+        """End the background thread and unpin the slots. Idempotent.
+
+        The memory is freed when the last view of `blocks` is gone.
+        """
         self._stop.set()
         self._thread.join()
         while self._unpins:
@@ -145,7 +153,7 @@ class HostSlab:
                     self.copied = False
         except Exception as error:  # last handler of the thread; unprepared slots work, but are slower
             log.warning(
-                "host slab: prepared %d of %d bytes; the other slots stay slower: %s",
+                "host slab: only %d of %d bytes could be prepared for fast copies; the other slots stay slower: %s",
                 self.prepared_bytes,
                 self.num_bytes,
                 error,
@@ -160,15 +168,17 @@ class HostSlab:
 
 
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
-    """Return the number of slots to back and pin at a time: whole slots and whole pages, about *piece_bytes*.
+    """Return the number of slots to allocate and pin at a time, as one piece of about *piece_bytes*.
 
-    A copy may not begin in one pinned piece and end in another. So a piece is a multiple of up to 4,096 blocks if the
-    block size is odd, and of up to 16 blocks for real block sizes, which are multiples of 256 bytes.
+    A piece is a whole number of pages and of slots, because a copy may not cross the border between two pinned pieces.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
     return unit * max(1, piece_bytes // (unit * block_bytes))
 
 
 def pause_s(took_s: float, copied: bool) -> float:
-    """Return the seconds to pause after a piece: *took_s* if blocks were copied meanwhile, else `YIELD_S`."""
+    """Return the seconds to pause after pinning a piece, which took *took_s*.
+
+    The pause is as long as the pinning if blocks were *copied* meanwhile, because pinning delays copies.
+    """
     return took_s if copied else YIELD_S

@@ -1,4 +1,4 @@
-"""Lanes: queues whose threads run copies for an owner and return each through the `Finished` queue; and their speed."""
+"""Lanes: bounded queues of transfers, such as copies of blocks, with the threads that run them; and their speed."""
 
 import contextlib
 import queue
@@ -15,15 +15,15 @@ _MIN_S = 1e-6
 
 
 class LaneClosed(Exception):
-    """The error of a transfer that was still queued when its lane closed. Nothing of it was copied."""
+    """The error of a transfer that was still queued when its lane closed. The transfer was not started."""
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One unit of work for a lane and, once finished, its outcome: a `result` or an `error`.
+    """One unit of work for a lane, such as a copy of blocks, and, once finished, its `result` or `error`.
 
-    The owner creates the transfer, the lane runs it and puts it into the `Finished` queue, and the owner calls
-    `deliver`.
+    The owner of the lane creates the transfer and submits it. The lane runs it and puts it into the `Finished` queue.
+    The owner takes it from there and calls `deliver`.
     """
 
     work: Callable[[], Any]
@@ -37,7 +37,7 @@ class Transfer:
     num_blocks: int = 0  # blocks that the work moves
 
     def run(self) -> None:
-        """Run the work on the calling thread. Only this method catches the errors of a copy."""
+        """Run the work on the calling thread and store its result or its exception."""
         started_at = time.monotonic()
         try:
             self.result = self.work()
@@ -52,7 +52,7 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """A bounded queue of transfers and the threads that run them, without access to the owner's state.
+    """A bounded queue of transfers and the threads that run them. The threads do not access the owner's state.
 
     Each accepted transfer is put into the owner's `Finished` queue exactly once, in any order.
     """
@@ -68,12 +68,12 @@ class Lane(Protocol):
         """Finish the running transfers, fail the queued ones with `LaneClosed`, and end the threads. Idempotent.
 
         Returns False if a running transfer does not finish within `CLOSE_TIMEOUT_S`. Its thread then lives until the
-        process ends. The queued transfers are returned in either case.
+        process ends. The queued transfers are put into the `Finished` queue in either case.
         """
 
 
 class InlineLane:
-    """A lane that runs each transfer inside `submit`, for replay and tests, which must not depend on time."""
+    """A lane that runs each transfer inside `submit`, for tests and benchmarks that must not depend on timing."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -167,35 +167,35 @@ class ThreadLane:
         self._finished.put(transfer)
 
     def _fail_queued(self) -> None:
-        """Return the queued transfers as failed, because the hanging threads will not run them."""
+        """Fail the queued transfers with `LaneClosed`, because the lane's threads hang and will not run them."""
         queued: list[Transfer | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 queued.append(self._queue.get_nowait())
         for transfer in queued:
             if transfer is None:
-                self._queue.put(None)  # a thread that comes back later must still end
+                self._queue.put(None)  # a thread that stops hanging must still end
             else:
                 transfer.error = LaneClosed()
                 self._hand_back(transfer)
 
 
 class LaneSpeed:
-    """The speed of one lane, measured from its transfers in the order in which they finish. Owned by the lane's owner.
+    """The recent speed of one lane, measured from its finished transfers. Owned by the lane's owner.
 
-    Time during which several threads copy counts once, because the lane is measured and not the single transfer. Failed
+    The speed is that of all the lane's threads together: time in which several threads copy counts once. Failed
     transfers and transfers of 0 bytes are ignored.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0.0
         self._seconds = 0.0
-        self._until = float("-inf")  # the lane's time has been counted up to here
+        self._until = float("-inf")  # monotonic time up to which the lane's time has been counted
         self.latency_s = 0.0  # time to the first byte; 0 if it was not measured
 
     @property
     def measured_at(self) -> float:
-        """Time at which the last transfer finished, on the clock of `Transfer.finished_at`."""
+        """Monotonic time at which the last measured transfer finished."""
         return self._until
 
     @property
@@ -204,7 +204,7 @@ class LaneSpeed:
         return self._num_bytes / max(self._seconds, _MIN_S) if self._num_bytes else None
 
     def update_from(self, transfer: Transfer) -> None:
-        """Update the speed with one finished transfer."""
+        """Update the speed with a finished transfer. Call this in the order in which the transfers finish."""
         if transfer.error is not None or not transfer.num_bytes:
             return
         started_at = max(self._until, transfer.finished_at - transfer.seconds)
@@ -215,9 +215,9 @@ class LaneSpeed:
         self._until = max(self._until, transfer.finished_at)
 
     def update_latency(self, seconds: float) -> None:
-        """Update the latency with the duration of a query whose response carried no payload."""
+        """Update `latency_s` with the duration of a request whose response contained no blocks."""
         self.latency_s = 0.8 * self.latency_s + 0.2 * seconds if self.latency_s else seconds
 
     def take_over(self, bytes_per_s: float, measured_at: float) -> None:
-        """Replace the speed measured here by the speed that another process measured."""
+        """Replace the measured speed by a speed that another process has measured."""
         self._num_bytes, self._seconds, self._until = bytes_per_s, 1.0, measured_at

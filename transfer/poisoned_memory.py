@@ -1,4 +1,4 @@
-"""PoisonedMemory: a debug mode that fills device slots without a block with NaN, so that a wrong read shows."""
+"""PoisonedMemory: a debug mode that fills unused device slots with NaN, so that a read at the wrong time shows."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ POISON = 0xFF
 
 
 class PoisonedMemory(DelegatingMemory):
-    """A `BlockMemory` that fills device slots with NaN: new ones, those passed to `poison`, and targets of copies.
+    """A `BlockMemory` for debugging, which fills device slots with NaN while they hold no valid block.
 
-    A copy or kernel that reads a slot too early, or after its content became invalid, then gets NaN. Without the
-    poison it would get the former content, which is mostly right by chance. *device_blocks*, [num_slots, block_bytes]
-    uint8, is the device slab of *memory*.
+    It fills all slots at first, later those passed to `poison` and those that a block is copied to. A copy or kernel
+    that reads such a slot too early or too late gets NaN. Without the NaN it would get old content, which is often
+    right by chance. *device_blocks*, [num_slots, block_bytes] uint8, is the device slab of *memory*.
     """
 
     def __init__(self, memory: BlockMemory, device_blocks: torch.Tensor) -> None:
@@ -25,8 +25,8 @@ class PoisonedMemory(DelegatingMemory):
         device_blocks.fill_(POISON)
 
     def poison(self, device_slots: Sequence[int]) -> None:
-        """Fill slots that were freed, or will be overwritten, with NaN, in stream order with the caller's kernels."""
-        # One slot at a time: indexing by a list uploads the list, which may wait for compute and hide a missing event.
+        """Fill slots that were freed or will be overwritten with NaN, on the caller's current CUDA stream."""
+        # One slot at a time: indexing by a list uploads the list, which may wait for kernels and hide a race.
         for slot in device_slots:
             self._device[slot].fill_(POISON)
 

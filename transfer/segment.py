@@ -28,28 +28,28 @@ PIECE_BYTES = 32 << 20  # allocated at a time
 class Segment:
     """*num_bytes* of shared memory with mode 0600 and a unique name that begins with `kvtier-UID-`.
 
-    `close` removes the name. A killed process leaves its name behind, and the next segment of the same user removes it.
-    A live process holds a lock on its segment and takes the lock before it creates the name, so a segment that can be
-    locked has no owner. The bytes stay as long as any process maps them.
+    `close` removes the name, but the memory stays as long as any process maps it. If a process is killed, the name of
+    its segment stays until the same user creates another segment. A live process locks its segment before it creates
+    the name, so a segment that is not locked has no process any more.
 
-    A background thread allocates ("backs") the memory from the front, piece by piece. A process that writes to memory
-    that is not backed is killed if the machine has no memory left, so share only the first `backed_bytes`.
+    A background thread allocates ("backs") the memory piece by piece, from the front. Share only the first
+    `backed_bytes`: if the machine runs out of memory, a process that writes to other parts is killed.
 
-    A process may hand its segment to its successor, under the same name, by passing on `lock_file`. If the successor
-    wants the same size, nothing changes for the processes that map the segment.
+    A process can hand its segment over to its successor by passing on `lock_file`. The name stays the same. If the
+    successor uses the same size, nothing changes for other processes that map the segment.
     """
 
     def __init__(
         self, num_bytes: int, folder: Path = SHARED_MEMORY, num_beside: int = 0, left: int | None = None
     ) -> None:
-        """Create a segment, or take over the one that the previous process left.
+        """Create a segment, or take over the segment of a previous process.
 
         Args:
             num_bytes: Size of the shared memory.
             folder: Folder of the segment's file.
-            num_beside: Bytes after the shared memory in the same file, for this process and its successors (`beside`).
-            left: `lock_file` of a segment of the same size that a process left to this one; see `handover_error`. The
-                new segment owns the descriptor.
+            num_beside: Number of bytes after the shared memory (`beside`) for use by this process and its successors.
+            left: `lock_file` of a segment to take over, for which `handover_error` returns no error. It must have the
+                same size. The new segment owns the descriptor.
 
         Raises:
             OSError: *folder* has too little free space.
@@ -70,7 +70,7 @@ class Segment:
                 log.warning("host: removed the shared memory %s/%s of a process that was killed", folder, name)
             self._lock = self._new_file(folder) if left is None else left
             undo.callback(os.close, self._lock)
-            # A new descriptor for other processes: a lock lasts as long as any duplicate of the one that took it.
+            # Other processes get a descriptor that was opened anew: with a duplicate they would keep the lock alive.
             self.file = os.open(f"/proc/self/fd/{self._lock}", os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self.file)
             if num_beside:
@@ -90,30 +90,33 @@ class Segment:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """File descriptor, address in this process, and number of bytes, for a process that maps the same memory."""
+        """File descriptor, address in this process, and number of bytes, so that another process can map the memory."""
         return self.file, self.memory.ctypes.data, self.num_bytes
 
     @property
     def lock_file(self) -> int:
-        """Descriptor that a successor needs to take this segment over. The segment keeps owning it."""
+        """Descriptor that a successor needs to take this segment over. The segment still owns the descriptor."""
         return self._lock
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether a previous process left the segment to this one."""
+        """Whether this segment was taken over from a previous process."""
         return self._is_taken_over
 
     def leave(self) -> None:
-        """Leave the segment to a process that has or will get its `lock_file`, so that `close` keeps the name."""
+        """Leave the segment to a successor, which has or will get `lock_file`, so that `close` keeps the name."""
         self._is_left = True
 
     def wait_backed(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* until backing has ended, and return whether all memory is backed."""
+        """Wait up to *timeout_s* for the background thread, and return whether it has allocated all memory."""
         self._thread.join(timeout_s)
         return self.backed_bytes == self.num_bytes
 
     def close(self) -> None:
-        """Remove the name and end the thread. The mapping lasts until the last view of `memory` is gone."""
+        """Remove the name, unless the segment was left to a successor, and end the thread. Idempotent.
+
+        The memory stays mapped until the last view of `memory` is gone.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
@@ -164,11 +167,11 @@ class Segment:
                 self.backed_bytes += length
         except Exception as error:  # last handler of the thread; the backed part stays in use
             used, asked = self.backed_bytes >> 20, self.num_bytes >> 20
-            log.warning("host: only %d of %d MiB are usable: %s; free memory, or lower --host", used, asked, error)
+            log.warning("host: got only %d of %d MiB: %s; free memory, or lower --host", used, asked, error)
 
 
 def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """Return the name in *folder* of the segment that *file* has open; empty if this user has no such segment."""
+    """Return the name, in *folder*, of the segment that descriptor *file* refers to; empty if it is not this user's."""
     found = os.fstat(file)
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process has removed it meanwhile
@@ -178,7 +181,7 @@ def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """Return why *file* is not a segment that a process of this user left to this one; empty if it is."""
+    """Return why descriptor *file* is not a segment that this process can take over; empty if it is one."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         return "it is not a file of this user"
@@ -192,14 +195,14 @@ def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def discard_handover(file: int, folder: Path = SHARED_MEMORY) -> None:
-    """Close a descriptor that was left to this process; if it is a segment, remove its name first."""
+    """Close a descriptor that a previous process handed over. If it is a segment, remove the segment's name first."""
     if not handover_error(file, folder):
         (folder / name_of(file, folder)).unlink()
     os.close(file)
 
 
 def leftovers(folder: Path) -> Iterator[str]:
-    """Remove the segments of this user whose process has ended, and yield the name of each removed one."""
+    """Remove the segments of this user whose process has ended, and yield their names."""
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process removed it, its owner lives, or it is not a segment
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""TransferEngine: submits transfers to the lane of their route and measures them."""
+"""TransferEngine: submits transfers, such as copies of blocks, to lanes (queues with threads) and measures them."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from kvtier.transfer.lane import Finished, Lane, LaneSpeed, Transfer
 class Route(StrEnum):
     """Source and target tier of a transfer.
 
-    Each direction has a lane (a queue with threads) of its own, so that no spill (a copy down) delays a load.
+    Each route has a lane (a queue with threads) of its own, so that spills (copies to a lower tier) never delay loads.
     """
 
     DEVICE_TO_HOST = "device_to_host"
@@ -79,10 +79,10 @@ class RouteStatistics:
 
 
 class TransferEngine:
-    """Submits work to the lane of its route and delivers the outcome on the owner's thread.
+    """A dispatcher that submits work to the lane of its route, and delivers the outcome on the owner's thread.
 
-    One thread owns the engine and calls `submit` and `poll`. All lanes must have been created with the queue *finished*
-    too.
+    One thread owns the engine and calls `submit` and `poll`. All *lanes* must have been created with the same queue
+    *finished* as the engine.
     """
 
     def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
@@ -122,9 +122,10 @@ class TransferEngine:
         return True
 
     def watch(self, lane: Lane, work: Callable[[], Any], deliver: Callable[[Transfer], None]) -> bool:
-        """Submit *work* that copies nothing to the caller's own *lane*, so that a waiting `poll` also waits for it.
+        """Submit *work*, which copies no blocks, to a *lane* of the caller, so that `poll` also delivers its outcome.
 
-        The lane must use the same *finished* queue, and the caller closes it. The statistics do not include *work*.
+        The lane must use the same *finished* queue. The caller closes the lane. The statistics do not include *work*.
+        Returns False if the lane is full or closed.
         """
         if not lane.submit(Transfer(work, 0, deliver)):
             return False
@@ -134,7 +135,7 @@ class TransferEngine:
     def poll(self, timeout_s: float = 0.0, should_continue: Callable[[], bool] = lambda: True) -> int:
         """Deliver the finished transfers, waiting up to *timeout_s* for the first, and return their number.
 
-        *should_continue* is called after each delivery. If it returns False, the rest waits for the next `poll`.
+        *should_continue* is called after each delivery. If it returns False, the next `poll` delivers the rest.
         """
         num_delivered = 0
         while self.in_flight:
@@ -152,7 +153,7 @@ class TransferEngine:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether finished transfers wait for a `poll`. Until it delivers them, they look like transfers that hang."""
+        """Whether finished transfers still wait for `poll` to deliver them. These transfers do not hang."""
         return not self._finished.empty()
 
     def num_pending(self, route: Route) -> int:
@@ -180,7 +181,10 @@ class TransferEngine:
         }
 
     def close(self) -> bool:
-        """Close the lanes and deliver their remaining transfers, the queued ones as failed; False if a lane hangs."""
+        """Close the lanes and deliver their remaining transfers. Transfers that are still queued fail.
+
+        Returns False if a transfer hangs.
+        """
         closed = [lane.close() for lane in self._lanes.values()]
         self.poll()
         return all(closed)

@@ -1,4 +1,4 @@
-"""HTTP code shared by all servers: access, keys, errors, request bodies, the operators' verbs and the dashboard.
+"""HTTP code that all servers share: connections, API keys, errors, request bodies, operators' verbs and the dashboard.
 
-A route that only one server has belongs to the package of that server.
+Routes of only one server belong to the package of that server.
 """

@@ -9,7 +9,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """The description of an error. *code* is for programs. *param* is the request's invalid field."""
+    """The description of an error. *code* tells programs what failed. *param* is the request's invalid field."""
 
     message: str
     type: str
@@ -18,13 +18,16 @@ class ErrorObject(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """An error in OpenAI's format."""
+    """The body of an error response in OpenAI's format."""
 
     error: ErrorObject
 
 
 class ApiError(Exception):
-    """An error that ends a request with *status*. *code* is for programs. *param* is the request's invalid field."""
+    """An error that ends a request with a response of HTTP status *status*.
+
+    *code* tells programs what failed. *param* is the request's invalid field.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def content(self) -> ErrorAnswer:
-        """Return the answer to send to the client."""
+        """Return the body of the error response."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return ErrorAnswer(ErrorObject(message=str(self), type=kind, param=self.param, code=self.code))
 

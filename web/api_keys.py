@@ -1,4 +1,4 @@
-"""The valid API keys and the tenant of each."""
+"""The valid API keys, and the tenant that each key belongs to."""
 
 import hashlib
 import hmac
@@ -20,17 +20,17 @@ _MIN_LENGTH = 8
 
 
 class ApiKeys:
-    """The digests of the valid keys and the tenant of each. The keys themselves are not kept."""
+    """The valid API keys with the tenant of each. Only digests of the keys are kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Create from a mapping of keys to the names of their tenants. Raise ValueError for a malformed key or name.
+        """Create from a mapping of keys to tenant names. Raise ValueError for a malformed key or name.
 
-        A key may be given as "sha256:" and its hexadecimal digest.
+        Instead of a key, "sha256:" and the key's hexadecimal digest can be given.
         """
         self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
         for tenant in tenants.values():
             if not tenant or "\0" in tenant:
-                raise ValueError(f"tenant {tenant!r}: give each key's tenant a name, without NUL")
+                raise ValueError(f"tenant {tenant!r}: is empty or contains NUL; give the tenant another name")
 
     @classmethod
     def of(cls, file: str | None) -> "ApiKeys | None":
@@ -39,10 +39,10 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: Path, what: str = "api keys") -> "ApiKeys":
-        """Read the keys of a TOML or JSON file, whose table `keys` has the tenant of each key.
+        """Read a TOML or JSON file whose table `keys` maps each key to its tenant.
 
-        Raises ValueError if the file cannot be read or has no valid keys. Logs a warning if other users may read it.
-        All messages begin with *what*, which names the content of the file.
+        Raises ValueError if the file cannot be read or has no valid keys. Logs a warning if other users can read the
+        file. All messages begin with *what*, which names the content of the file.
         """
         try:
             file = read_private(path)
@@ -55,7 +55,7 @@ class ApiKeys:
             raise ValueError(f'{what} {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
         keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
-            raise ValueError(f'{what} {path}: must have only a table [keys]; add to it lines of "KEY" = "tenant"')
+            raise ValueError(f'{what} {path}: must have only one table, [keys]; write lines of "KEY" = "tenant" there')
         if file.exposure is not None:
             log.warning("%s %s: %s", what, path, file.exposure)
         try:
@@ -74,7 +74,7 @@ class ApiKeys:
         return frozenset(self._tenants)
 
     def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of *key*, or None for an unknown key. Takes the same time for all keys."""
+        """Return the tenant of *key*, or None if *key* is unknown. Takes the same time for all keys."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, tenant in self._tenants.items():
@@ -100,9 +100,9 @@ def _digest_of(key: str) -> bytes:
 
 
 def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
-    """Return *config* with names for the quotas of tenants that have API keys, as labels of metrics.
+    """Return *config* with a name, used in labels of metrics, for each tenant that has a quota and an API key.
 
-    Quotas of other salts keep no name, because these salts may be secrets.
+    Other quotas belong to salts that clients send. They get no name, because a salt may be a secret.
     """
     if keys is None:
         return config
@@ -114,11 +114,12 @@ def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
 
 
 def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
-    """Return the salt of a request's cached blocks. Without API keys it is *asked*, the request's `cache_salt`.
+    """Return the salt of a request's cached blocks. Only requests with the same salt share blocks.
 
-    With API keys (*tenant* is not None) the salt begins with the tenant, so no `cache_salt` gives access to another
-    tenant's blocks. Tenants share only the blocks of requests without a `cache_salt`, and not even these if isolation
-    *is_strict*. All salts of a tenant count towards its quota (`tiers.naming.named_blocks.tenant_of`).
+    Without API keys (*tenant* is None) the salt is *asked*, the request's `cache_salt`. With API keys the salt begins
+    with the tenant, so a client cannot use another tenant's blocks. Only the blocks of requests without a `cache_salt`
+    are shared by all tenants, unless *is_strict*. All salts of a tenant count towards its quota
+    (`tiers.naming.named_blocks.tenant_of`).
     """
     if tenant is None or (asked is None and not is_strict):
         return asked

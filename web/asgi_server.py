@@ -1,4 +1,4 @@
-"""uvicorn's server with the settings that all our HTTP servers share."""
+"""The uvicorn server, with the settings that all HTTP servers of kvtier share."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ from kvtier.web.http_connection import HttpConnection
 
 
 class AsgiServer(uvicorn.Server):
-    """Serves an app over connections that a gate limits. Leaves signals to the code that runs the server."""
+    """A uvicorn server with limits on connections (`Gate`). The code that runs it must handle signals."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class AsgiServer(uvicorn.Server):
             app: ASGI application that answers the requests.
             gate: Limits on connections and headers.
             leaving_s: Number of seconds to wait, at shutdown, for responses that are still being sent.
-            on_shutdown: Called at shutdown, before that wait.
+            on_shutdown: Called at shutdown, before the server waits for responses.
             settings: Further arguments of `uvicorn.Config`.
         """
         super().__init__(
@@ -50,7 +50,7 @@ class AsgiServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
+        """Install no signal handlers, unlike uvicorn."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,9 +1,9 @@
 """Protection of servers without API keys from requests that other websites' pages make a browser send.
 
 A server without keys trusts all requests that reach it. Any page in a browser on the same network can send requests to
-the server: across origins, or through a host name of the page's site that resolves to the server's address (DNS
-rebinding). The first kind of request has an `Origin` or `Sec-Fetch-Site` header. The second kind has a `Host` that is
-not the server's. With keys neither is a danger, because such a page does not have a key.
+the server, in two ways. A cross-origin request can be recognized by its `Origin` or `Sec-Fetch-Site` header. With DNS
+rebinding, a host name of the page's own site resolves to the server's address. Then the `Host` header is not a name of
+the server. A server with keys needs no such protection, because these pages do not have a key.
 """
 
 import socket
@@ -27,7 +27,7 @@ _MAX_SHOWN = 128  # characters of a client's text in an error
 class BrowserRules:
     """The host names and origins that a server without keys accepts.
 
-    IP addresses are always accepted as `Host`, because a page whose host is an IP address was served from there.
+    IP addresses are always accepted as `Host`, because DNS rebinding needs a host name.
     """
 
     hosts: frozenset[str]

@@ -23,7 +23,10 @@ def in_time(send: Send) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of *work* or raise its exception. Cancel it and raise ClientDisconnect if the client leaves."""
+    """Run *work* and return its result or raise its exception.
+
+    If the client disconnects before *work* ends, cancel *work* and raise ClientDisconnect.
+    """
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

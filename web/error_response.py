@@ -1,4 +1,4 @@
-"""The HTTP response for an error, in the format of the requested API."""
+"""The HTTP response for an error, in OpenAI's or Anthropic's format."""
 
 from typing import Literal
 
@@ -29,7 +29,7 @@ class AnthropicError(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
-    """An error in Anthropic's format."""
+    """The body of an error response in Anthropic's format."""
 
     type: Literal["error"]
     error: AnthropicError
@@ -37,13 +37,16 @@ class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def error_object(error: ApiError, request_id: str) -> AnthropicErrorAnswer:
-    """Return the answer for *error* in Anthropic's format."""
+    """Return the body of the response for *error*, in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return AnthropicErrorAnswer("error", AnthropicError(kind, str(error)), request_id)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """Return the response to the request with this *scope*, in Anthropic's format on its paths, else in OpenAI's."""
+    """Return the error response to the request with this ASGI *scope*.
+
+    It has Anthropic's format on the paths of Anthropic's API, else OpenAI's.
+    """
     if is_anthropics(scope["path"]):
         return json_response(error_object(error, facts_of(scope).request_id), error.status, error.headers)
     return error.response()

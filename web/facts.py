@@ -13,7 +13,7 @@ _PLACE = "kvtier.facts"
 
 @dataclass(slots=True)
 class Facts:
-    """The data collected on one request while it is processed. *fields* are logged."""
+    """The data collected on one request while it is processed. *fields* are added to the request's log line."""
 
     request_id: str
     tenant: str | None = None
@@ -27,10 +27,10 @@ class Facts:
         return RequestIds(self.request_id, None if self.trace is None else self.trace.trace_id)
 
     def put(self, scope: Scope) -> None:
-        """Store these facts in the *scope* of their request."""
+        """Store these facts in the ASGI *scope* of their request."""
         scope[_PLACE] = self
 
 
 def facts_of(scope: Scope) -> Facts:
-    """Return the facts stored in the *scope* of a request."""
+    """Return the facts stored in the ASGI *scope* of a request."""
     return cast(Facts, scope[_PLACE])

@@ -1,4 +1,4 @@
-"""Limits on connections, in total and per address, which apply before an API key identifies the tenant."""
+"""Limits on connections, in total and per client address, which apply before the API key is known."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class ConnectionLimits:
 
 
 class Gate:
-    """A counter of open connections, in total and per address, that refuses excess ones. Owned by the event loop.
+    """A limiter that counts open connections and refuses excess connections. Owned by the event loop.
 
-    All addresses of an IPv6 network of 64 bits count as one, because one customer usually has such a network.
+    All addresses of a /64 IPv6 network count as one address, because one customer usually has such a network.
     """
 
     def __init__(self, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
-        """Create the counter. *on_refused* is called with the reason when a connection is refused or cut."""
+        """Create the gate. *on_refused* is called with the reason when a limit refuses or ends a connection."""
         self.limits = limits
         self.on_refused = on_refused
         self._open: Counter[str] = Counter()
@@ -34,7 +34,7 @@ class Gate:
         return self._open.total()
 
     def enter(self, host: str) -> bool:
-        """Count a new connection from *host*. Return False without counting if it exceeds a limit."""
+        """Count a new connection from *host*. Return False, without counting it, if the connection exceeds a limit."""
         address = _network(host)
         if self.num_open >= self.limits.max_connections:
             self.on_refused("connections")

@@ -1,4 +1,4 @@
-"""An HTTP connection with limits that apply before the client has shown an API key."""
+"""An HTTP connection with limits that apply before the client's API key is known."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ UNREAD_S = 60.0  # abort the connection of a client that has not read the rest o
 class HttpConnection(HttpToolsProtocol):
     """An extension of uvicorn's protocol with limits on headers and time. Owned by the event loop.
 
-    If a response is complete before the request's body has arrived, the connection ends without waiting for the body.
+    If a response is complete before the request's body has arrived, the connection ends without the rest of the body.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse *data*, unless the connection is over or the headers are too large."""
+        """Parse *data*, unless the connection has ended. End the connection if the headers are too large."""
         if self._is_over:
             self._num_dropped_bytes += len(data)
             if self._num_dropped_bytes > LINGER_BYTES:
@@ -138,7 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         self._end(status)
 
     def _end(self, status: int) -> None:
-        """Respond with *status* without the application, or abort the connection if a response is in progress."""
+        """Send an empty response with *status* and end the connection. Abort it if a response is in progress."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

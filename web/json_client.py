@@ -13,11 +13,11 @@ _KEY = re.compile(r"[!-~]*")  # characters that a header can have
 
 
 class Refused(RuntimeError):
-    """An error response of the server, with the server's message."""
+    """An error for a request that the server refused, with the server's message."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """A handler that follows no redirect, because the key is for this server only."""
+    """A handler that follows no redirect, so that the key is not sent to another server."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -26,12 +26,20 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class JsonClient:
-    """A client for one server."""
+    """A client for JSON requests to one kvtier server."""
 
     def __init__(self, url: str, key: str | None, key_options: str, server: str, timeout_s: float) -> None:
-        """Create a client. Raise ValueError if *url* or *key*, an API key or token, is malformed.
+        """Create a client.
 
-        Error messages name *key_options*, the options for the key, and *server*, the command that starts a server.
+        Args:
+            url: URL of the server.
+            key: API key or operator's token, or None.
+            key_options: Command-line options that give the key, for error messages.
+            server: Command that starts such a server, for error messages.
+            timeout_s: Timeout of each request.
+
+        Raises:
+            ValueError: *url* or *key* is malformed.
         """
         what = f"--url {url}: is not a server URL; write it as http://127.0.0.1:8000"
         try:
@@ -55,7 +63,9 @@ class JsonClient:
     def ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
         """Send a request and return the JSON object of the response.
 
-        Raises `Refused` if the server responds with an error or is not kvtier's, OSError if no server answers.
+        Raises:
+            Refused: The server responds with an error, or is not a kvtier server.
+            OSError: No server answers.
         """
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -78,7 +88,7 @@ class JsonClient:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise Refused(f"{self._url}: is not a kvtier server; give the --url of a {self._command}")
+            raise Refused(f"{self._url}: is not a kvtier server; give the --url of a '{self._command}' server")
         return content
 
     def _why(self, error: HTTPError) -> str:
@@ -86,7 +96,7 @@ class JsonClient:
             message = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError, OSError):
             what = f"the response {error.code} {error.reason} does not come from a kvtier server"
-            return f"{what}; give the --url of a {self._command}"
+            return f"{what}; give the --url of a '{self._command}' server"
         hint = f"; for this command, give it with {self._key_options}" if error.code == 401 else ""
         return f"{message}{hint}"
 

@@ -1,6 +1,6 @@
 """The two formats of the log: text for people, and one JSON object per line.
 
-Both formats end with the ids of the request that the line belongs to, if any, and the record's *fields*.
+A line ends with the ids of its request, if there is one, and with the *fields* that were logged as `extra`.
 """
 
 import json
@@ -16,7 +16,7 @@ _LIBRARIES = frozenset({"huggingface_hub", "peft", "torch", "transformers", "uvi
 
 
 class JsonLines(logging.Formatter):
-    """A formatter for lines of `{"time", "level", "logger", "message", …fields}`, with the time in UTC."""
+    """A formatter for lines of JSON: time in UTC, level, logger, message and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line of JSON."""
@@ -34,14 +34,14 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """A formatter for lines of time, level, message and `name=value` of each field."""
+    """A formatter for lines of text: time, level, message, and `name=value` for each field."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the record as one line of text."""
-        message = " ".join(super().formatMessage(record).split())  # a Python warning has a second line, of source
+        message = " ".join(super().formatMessage(record).split())  # a Python warning has a second line, source code
         return " ".join([message, *(f"{key}={value}" for key, value in _fields(record).items())])
 
 
@@ -58,7 +58,7 @@ def write_log(kind: Literal["human", "json"]) -> None:
 def redirect_libraries() -> None:
     """Redirect libraries that have their own log handlers to the log of the process.
 
-    Call this function again after such libraries have been imported, because importing sets their handlers.
+    Call this function again after such libraries have been imported, because the import adds their handlers.
     """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in _LIBRARIES:

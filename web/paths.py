@@ -1,4 +1,4 @@
-"""The URL paths of the server, which of them need no key, and their labels in the log and metrics."""
+"""The URL paths of the servers, which paths need no API key, and the paths' labels in the log and in metrics."""
 
 from kvtier.web.dashboard.assets import ASSETS, PAGE
 
@@ -44,20 +44,20 @@ _NAMED = frozenset(
 
 
 def is_open(path: str) -> bool:
-    """Return whether *path* needs no key."""
+    """Return whether *path* needs no API key."""
     return path in OPEN or path.startswith(f"{ASSETS}/")
 
 
 def is_anthropics(path: str) -> bool:
-    """Return whether *path* belongs to Anthropic's API, which has other errors and headers than OpenAI's."""
+    """Return whether *path* belongs to Anthropic's API, whose errors and headers differ from those of OpenAI's API."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def label_of(path: str) -> str:
     """Return the label that stands for *path* in the log and in metrics.
 
-    Paths themselves are not logged, because clients can send any number of different paths, and because the id of a
-    document may reveal its content.
+    The path itself is not logged, because a document's id may reveal its content. It is no label of metrics, because
+    clients can send any number of different paths.
     """
     for named in (DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):

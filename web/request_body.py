@@ -1,4 +1,4 @@
-"""Reading of request bodies within limits, and parsing into a type. Every error in a body raises an `ApiError`."""
+"""Reading of request bodies within limits, and parsing of bodies to structs. An invalid body raises an `ApiError`."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ MAX_VALUES = 1 << 20  # limit on numbers, strings and objects of a body, counted
 def without_nulls(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Return a JSON object without the nulls in optional fields of *kind* and of the structs within it.
 
-    Values that no struct describes, such as a JSON schema or variables of a template, are unchanged.
+    Nulls within other values, such as a JSON schema or the variables of a template, are kept.
     """
     pruned = _pruned(content, _type_info(kind))
     assert isinstance(pruned, dict), "pruning an object returns an object"
@@ -62,7 +62,7 @@ def _pruned_object(value: Mapping[str, Any], kind: inspect.StructType) -> dict[s
 
 
 def _member(value: object, types: Sequence[inspect.Type]) -> inspect.Type:
-    """Return the member of a union that describes the items or fields of *value*, or `AnyType` if no member does."""
+    """Return the list or struct type, of the *types* in a union, that *value* has; `AnyType` if there is none."""
     if isinstance(value, list):
         return next((each for each in types if isinstance(each, inspect.ListType)), inspect.AnyType())
     structs = [each for each in types if isinstance(each, inspect.StructType)] if isinstance(value, Mapping) else []
@@ -76,7 +76,7 @@ def _is_tagged(value: object, kind: inspect.StructType) -> bool:
 
 
 async def read_body(request: Request, settings: ServerConfig) -> bytes:
-    """Read the body. Raise ApiError 413 if it is too large, or 408 if it takes too long. Both end the connection."""
+    """Read the body. Raise ApiError 413 if the body is too large, or 408 if it takes too long to arrive."""
     limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
     too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
@@ -98,7 +98,7 @@ async def read_body(request: Request, settings: ServerConfig) -> bytes:
 def parse(
     body: bytes, kind: type[_T], ignored: Collection[str] = (), neutral: Mapping[str, Collection[object]] = NOTHING
 ) -> _T:
-    """Parse *body*, a JSON object, to a *kind*. See `json_object` and `fit` for the errors and arguments."""
+    """Parse *body*, a JSON object, to an instance of *kind*. See `json_object` and `fit` for errors and arguments."""
     return fit(json_object(body), kind, ignored, neutral)
 
 
@@ -118,7 +118,10 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def _half_a_pair(body: bytes) -> str | None:
-    """Return the error for half of a surrogate pair. The decoder would only say that the input was truncated."""
+    """Return an error message if *body* has half of a surrogate pair, else None.
+
+    The decoder's message would only say that the input was truncated.
+    """
     if (half := _HALF_A_PAIR.search(body)) is None:
         return None
     escape = next(each for each in half.groups() if each).decode()
@@ -131,7 +134,7 @@ def fit(
     ignored: Collection[str] = (),
     neutral: Mapping[str, Collection[object]] = NOTHING,
 ) -> _T:
-    """Convert a JSON object to a *kind*. Raise ApiError 400, with the name of the field, if the object does not fit.
+    """Convert a JSON object to an instance of *kind*. Raise ApiError 400, which names the field, if it does not fit.
 
     A null counts as an absent field, also in nested structs. Unknown fields are errors, with two exceptions: a field in
     *ignored* may have any value, and a field in *neutral* may have the values that *neutral* lists for it.
@@ -150,7 +153,7 @@ def fit(
 
 
 def _explain(message: str) -> ApiError:
-    """Return the error for msgspec's *message*, "what - at `$.path`", without values of the request."""
+    """Return the error for a *message* of msgspec, which has the form "what - at `$.path`"."""
     if unknown := re.match(
         r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
     ):

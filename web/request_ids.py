@@ -1,4 +1,4 @@
-"""The ids that mark the log lines of one request."""
+"""The ids that are added to all log lines of one request."""
 
 import re
 import uuid
@@ -21,7 +21,7 @@ class RequestIds:
         return {"request_id": self.request_id, **trace}
 
     def begin(self) -> None:
-        """Mark all lines that this task, and tasks started by it, log from now on with these ids."""
+        """Add these ids to all log lines that the current task, and tasks that it starts, write from now on."""
         _current.set(self)
 
 
@@ -29,7 +29,7 @@ _current: ContextVar[RequestIds | None] = ContextVar("request", default=None)
 
 
 def current_ids() -> RequestIds | None:
-    """Return the ids of the request that this task works on, or None outside of requests and in other threads."""
+    """Return the ids of the request that the current task works on, or None if it works on no request."""
     return _current.get()
 
 

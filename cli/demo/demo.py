@@ -1,4 +1,4 @@
-"""The steps of the demo: questions about one long document, answered from device, host, disk and after a restart."""
+"""The steps of `kvtier demo`: questions about one document that is cached on the device, in host memory or on disk."""
 
 import json
 import statistics
@@ -42,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The number of prompt tokens of a step's first question that came from each tier."""
+    """Numbers of prompt tokens by the tier that they came from, for the first question of a step."""
 
     device: int
     host: int
@@ -67,7 +67,10 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class DemoSettings(msgspec.Struct, frozen=True):
-    """The settings that another process needs to ask the same questions on the same store. Sent as JSON."""
+    """The settings of a demo.
+
+    They are sent as JSON to the processes that ask the same questions again with the same store.
+    """
 
     model: str | None  # None: the bundled model
     document: str | None  # path of a file; None: a generated document
@@ -78,7 +81,10 @@ class DemoSettings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The model, the tokenizer, the document, and a configuration whose tiers hold only a few documents of its size."""
+    """Everything that the steps of the demo need: the model, the document and the configuration.
+
+    The configured tiers hold only a few documents of this size, so that other documents soon evict this one.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -110,7 +116,7 @@ class Stage:
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": max_bytes(int(DISK_DOCUMENTS * blocks))},
-                # The chunk is small, because a step that allocates more blocks than have a lower copy would lose some.
+                # Prefill in small chunks, because a step loses blocks that it evicts before they are copied down.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }
         )
@@ -141,7 +147,10 @@ def _model(plan: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Questioner:
-    """Asks one engine questions about a stage's document. *answers* maps the names of facts to earlier answers."""
+    """A client that asks one engine questions about the demo's document.
+
+    *answers* maps names of facts to the answers of earlier steps, with which new answers are compared.
+    """
 
     def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
         self._stage = stage
@@ -171,11 +180,10 @@ class Questioner:
         )
 
     def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
-        """Prefill other documents, each a quarter as long, until no block of the first one is left in *tiers*.
+        """Evict the demo's document from *tiers*, by prefilling other documents, each a quarter as long.
 
-        The documents are prefilled one at a time, so that copies to lower tiers keep up even on a busy machine. An
-        allocation drops a block without a lower copy, instead of waiting for the copy. That block would be missing in
-        the demo's next step.
+        The documents are prefilled one at a time, so that copies to lower tiers keep up even on a busy machine. A block
+        that is evicted before it was copied is lost, and would be missing in the demo's next step.
         """
         for _ in range(MAX_OTHERS):
             where = self._llm.where(self._stage.document.text)
@@ -228,7 +236,7 @@ def run_demo(plan: DemoSettings, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Flip one byte of the block with the answer to the first question, in the store's file."""
+    """Corrupt the stored block that answers the first question, by flipping one byte in the store's file."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
@@ -248,12 +256,12 @@ def flip_a_byte(stage: Stage) -> None:
 
 
 def _step_elsewhere(plan: DemoSettings, name: str, answers: dict[str, str]) -> Step:
-    """Run one step in a new process, which has the store but starts with empty host and device tiers."""
+    """Run one step in a new process. It opens the same store, but its host and device tiers are empty."""
     order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
     command = [sys.executable, "-m", "kvtier.cli.demo.demo"]
     done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the {name} process failed: {done.stderr.strip().splitlines()[-1]}")
+        raise RuntimeError(f"demo: the process of the step {name} failed: {done.stderr.strip().splitlines()[-1]}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Step)
 
 
@@ -267,9 +275,9 @@ def _main() -> None:
 
 
 def usual_length(model: str | None, device: str) -> int:
-    """Return the length, in tokens, of a document that prefills in seconds.
+    """Return the default length of the document, in tokens, which is short enough to prefill in seconds.
 
-    A real model on a CPU prefills only some hundred tokens per second.
+    A real model on a CPU prefills only a few hundred tokens per second.
     """
     return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 

@@ -132,7 +132,7 @@ yet you your
 
 QUESTION = "\n\nQuestion: what does the book say? Answer: the code of {name} is"
 
-NUM_FACTS = 40  # in a document, unless more or fewer are asked for
+NUM_FACTS = 40  # default number of facts in a document
 
 # A word-level token is a word or a digit with the space before it, or any other single character.
 TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
@@ -155,13 +155,13 @@ class Document:
 
 
 def make_document(seed: int, num_tokens: int, num_facts: int = NUM_FACTS) -> Document:
-    """Generate the document of *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
+    """Generate a document from *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
 
-    The documents of two seeds differ from the title on. They give a name different words unless the seeds are equal
-    modulo `len(WORDS)`.
+    Documents with different seeds have different titles. They also have different words for the same name, unless the
+    seeds are equal modulo `len(WORDS)`.
     """
     if not 0 <= num_facts <= len(NAMES):
-        raise ValueError(f"num_facts: {num_facts} facts need as many names; give at most {len(NAMES)}")
+        raise ValueError(f"num_facts: a document cannot have {num_facts} facts; give 0 to {len(NAMES)}")
 
     rng = random.Random(seed)
     # A Latin square: a name has another word for each seed, and no two names of a document share a word.
@@ -184,9 +184,10 @@ def make_document(seed: int, num_tokens: int, num_facts: int = NUM_FACTS) -> Doc
 
 
 def with_facts(text: str) -> Document:
-    """Insert facts between the sentences of a user's *text*, evenly from first to last.
+    """Insert facts between the sentences of a user's *text*, evenly from the first sentence to the last.
 
-    The document has fewer than `NUM_FACTS` facts if the text has fewer sentences. Raises ValueError if there are none.
+    The document has `NUM_FACTS` facts, or one per sentence if the text has fewer sentences. Raises ValueError if *text*
+    has no sentences.
     """
     sentences = re.findall(r".+?(?:[.!?](?=\s)|\n\n|\Z)\s*", text, re.DOTALL)
     if not sentences:
@@ -203,7 +204,7 @@ def with_facts(text: str) -> Document:
 
 
 def question(document_text: str, name: str) -> str:
-    """Return the prompt that asks for the code of *name*: the document, then a question up to its answer."""
+    """Return a prompt that asks for the code of *name*: the document, and a question that the answer continues."""
     return document_text + QUESTION.format(name=name)
 
 
@@ -218,7 +219,7 @@ def count_tokens(text: str) -> int:
 
 
 def vocabulary() -> list[str]:
-    """Return all words of documents and questions and the everyday words, sorted and without duplicates."""
+    """Return all words of documents and questions, and common English words, sorted and without duplicates."""
     fillings = [filling for fillings in LISTS.values() for filling in fillings]
     sentences = [*FACT_SENTENCES, *FILLER_SENTENCES, *fillings, TITLE, QUESTION]
     words = re.findall("[A-Za-z]+", " ".join(sentences))

@@ -1,12 +1,12 @@
-"""A two-layer Llama that answers questions without training, because its weights are computed; and its tokenizer.
+"""The demo's tokenizer and model: a two-layer Llama whose weights are computed, so it needs no training.
 
-After "... the code of NAME is" the model outputs the WORD that the text gave for NAME, however long ago, then ends.
-The answer depends on one position of the KV cache. So a lost block causes no answer, and a stale block or one of
-another document causes a wrong answer, such as the other document's word.
+After "... the code of NAME is", the model outputs the WORD that the text gave for NAME, however far back, and then
+ends. The answer depends on one position of the KV cache. If the block of this position is lost, there is no answer. If
+the block is stale or belongs to another document, the answer is wrong.
 
-Layer 1 has two heads, which copy the two preceding tokens into each position. The query of layer 2 is at "is", whose
-preceding token is NAME. The text has "NAME is WORD", so WORD is at the position whose token two back is NAME. Layer 2
-finds this position and copies its token. This is an induction head (Olsson et al. 2022) over a gap of one.
+Layer 1 has two heads, which copy the two preceding tokens into each position. The query of layer 2 is at "is", and the
+token before "is" is NAME. The text has "NAME is WORD", so the token two before WORD is NAME. Layer 2 finds this
+position and copies its token, WORD. This is an induction head (Olsson et al. 2022) over a gap of one.
 """
 
 import math
@@ -81,7 +81,10 @@ def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token per word (with its space), digit and punctuation mark. Decoding joins tokens."""
+    """Return a tokenizer with one token for each word, digit and punctuation mark.
+
+    The space before a word or digit belongs to its token, so that decoding only joins tokens.
+    """
     forms = [form for word in vocabulary() for form in (word, word.lower(), word.capitalize())]
     spaced = [space + form for form in (*forms, *string.digits) for space in (" ", "")]
     tokens = dict.fromkeys([*SPECIAL_TOKENS, *spaced, *string.punctuation, " ", "\n", "\t"])
@@ -129,10 +132,11 @@ def _write_weights(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _write_neighbour_heads(attention: LlamaAttention) -> None:
-    """Write heads 0 and 1, on KV head 0, which copy CONTENT from one and two positions back to ONE_BACK and TWO_BACK.
+    """Write the weights of two heads, which copy CONTENT from one and two positions back.
 
-    All keys are the same vector, and all queries are that vector rotated back by the offset. So with RoPE the score
-    is `sum(cos((distance - offset) * frequency))`.
+    Head 0 copies it to ONE_BACK and head 1 to TWO_BACK. Both use KV head 0. All keys are the same vector, and each
+    query is this vector rotated back by the head's offset. So with RoPE the score depends only on the distance: it is
+    `sum(cos((distance - offset) * frequency))`.
     """
     q, k, v, o = _projections(attention)
     frequency = ROPE_THETA ** (-FAST.double() / PAIRS)  # float64, so that all machines round to the same weights
@@ -145,7 +149,10 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 
 
 def _write_lookup_head(attention: LlamaAttention) -> None:
-    """Write head 0, which copies VALUE to ANSWER from the token whose TWO_BACK equals the query's ONE_BACK."""
+    """Write the weights of head 0, which copies the VALUE of an earlier token to ANSWER.
+
+    The head finds the token whose TWO_BACK equals the query's ONE_BACK.
+    """
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)
     q[0, SLOW[-1], CONSTANT] = NO_NAME_SCORE * SCORE_SCALE
@@ -155,7 +162,7 @@ def _write_lookup_head(attention: LlamaAttention) -> None:
 
 
 def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
-    """Return views of the weights by head: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
+    """Return views of the weights, split by head: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     return [
         *(linear.weight.view(-1, HEAD_DIM, HIDDEN_SIZE) for linear in inputs),
@@ -164,12 +171,15 @@ def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
 
 
 def _undo_norm(weight: torch.Tensor, num_parts: int) -> None:
-    """Make RMSNorm the identity for a residual stream of *num_parts* orthogonal vectors of length 1."""
+    """Make an RMSNorm the identity for inputs that are sums of *num_parts* orthogonal vectors of length 1."""
     weight.fill_(math.sqrt(num_parts / HIDDEN_SIZE))
 
 
 def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> torch.Tensor:
-    """Return the CONTENT of each token, [vocab, CONTENT_DIM]: unique signs for a name, else the last dimension."""
+    """Return the CONTENT vectors of all tokens, [vocab, CONTENT_DIM].
+
+    Each name has a vector of random signs. All other tokens share the vector that is 1 in the last dimension.
+    """
     contents = torch.zeros(len(tokenizer), CONTENT_DIM)
     contents[:, -1] = 1.0
     signs = _sign_vectors(len(NAMES), CONTENT_DIM - 1, generator)

@@ -4,19 +4,19 @@ It uses only HTTP and works with any server that has OpenAI's `/v1/completions`.
 
 1. *Prompts* share prefixes in known ways (`families.py`). Their tokens are random, so that no cache has seen them. Each
    prompt ends with a copy of some tokens from its own middle. A language model continues as the text did there, so the
-   answer depends on that position. The answers to several prompts depend on positions all over the cached prefix.
-2. *References*: each prompt is sent twice under a new salt, so that no cache can serve it, once alone and once among
-   concurrent requests. Then a prompt that shares its prefix is sent, and then the prompt itself, as users would.
+   answer depends on that position. In several prompts these positions are spread over the whole cached prefix.
+2. *References* are answers that no cache can have served. Each prompt is sent twice with new salts, once alone and once
+   among concurrent requests. Later, a prompt that shares its prefix is sent, and then the prompt itself. This time the
+   server may use its cache, and its answer is compared with the references.
 3. *Distance* of two answers (`answer.py`): the largest difference of log probabilities among the most likely tokens,
    token by token, up to the first token at which the answers differ.
-4. *Noise*: the largest distance between correct answers. Two references of one prompt are compared, and the second half
-   of an answer is compared with the answer to the prompt plus the first half: the same tokens, computed in another
-   shape. An answer is *wrong* if its distance to each reference is more than 0.001 and more than three times the noise.
-   So a greedy answer may have another token where the two most likely tokens were closer than that. Before a server is
-   blamed, the suspect prompts are fully computed four more times. A correct answer exceeds the largest of n such
-   distances with a chance of only one in n, and rounding does not cause three times the largest distance.
-5. *Control*: pairs of prompts with the same end after different beginnings. If the references of such a pair are no
-   further apart than correct answers may be, answers do not depend on the cached prefix, and nothing is proven.
-6. *Excess*: a server may report as cached at most the tokens that earlier requests have sent to this model with this
-   salt and prefix. More cached tokens must belong to another model or salt, even if the answer is correct.
+4. *Noise* is the largest distance between correct answers. It is measured between the references of one prompt, and by
+   computing the second half of an answer again after a prompt that includes the first half. That gives the same
+   tokens, but computed in a batch of another shape. An answer is *wrong* if its distance to each reference is more than
+   0.001 and more than three times the noise. So another token is accepted where two tokens were about equally likely.
+   Before an answer is reported as wrong, its prompt is fully computed four more times, which may raise the noise.
+5. *Controls* are pairs of prompts with different beginnings and the same end. If the references of such a pair differ
+   no more than correct answers may, answers do not depend on the cached prefix, and the test proves nothing.
+6. *Excess* is the number of cached tokens that the server reports, but cannot have from an earlier request with the
+   same model, salt and prefix. These tokens must belong to another model or salt, even if the answer is correct.
 """

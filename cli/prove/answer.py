@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-MIN = -10.0  # lower log probabilities count as this one, because rounding changes the logarithms of tiny numbers most
+MIN = -10.0  # smaller log probabilities are raised to this, because rounding changes them most
 UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # text of every token that is only a part of a character
 
 
@@ -18,7 +18,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion and its statistics. *steps* is empty if the server returns no log probabilities."""
+    """A server's completion, with its statistics. *steps* is empty if the server returns no log probabilities."""
 
     text: str
     steps: tuple[Step, ...]
@@ -27,17 +27,17 @@ class Answer:
     ttft_s: float
 
     def behind(self, num_steps: int) -> "Answer":
-        """Return the answer without its first *num_steps* tokens. Its text is not cut."""
+        """Return a copy without the first *num_steps* steps. Its `text` remains complete."""
         return Answer(self.text, self.steps[num_steps:], self.prompt_tokens, self.cached_tokens, self.ttft_s)
 
 
 def distance(one: Answer, other: Answer) -> float | None:
-    """Return the largest difference of log probabilities between two answers to one prompt, 0 or more.
+    """Return the distance of two answers to one prompt: the largest difference between two log probabilities.
 
-    Only tokens up to the first different one are compared, because later ones follow other text. If a likely token is
-    listed in only one answer, its log probability in the other answer is at most the lowest one listed there, and the
-    difference to that limit counts. Without log probabilities the distance is 0 for equal texts, else infinite.
-    Returns None if there is nothing to compare.
+    The answers are compared token by token up to the first position where their tokens differ. Later tokens follow
+    other text. If a token is listed in only one answer, its log probability in the other answer is at most the lowest
+    one listed there. Then the difference to this limit counts. Without log probabilities, the distance is 0 for equal
+    texts and infinite otherwise. Returns None if there is nothing to compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):

@@ -17,7 +17,7 @@ class CacheBypass(Enum):
     UNREAD = auto()  # ask the server not to read the cache
 
     def ask(self, asker: ModelClient, prompt: Prompt, new_salt: str) -> Answer:
-        """Return the answer to *prompt* from a full prefill."""
+        """Return the answer to *prompt* from a full prefill. *new_salt* must be a salt that no request has had."""
         return asker.ask(prompt, salt=new_salt) if self is CacheBypass.SALT else asker.ask(prompt, is_read=False)
 
 
@@ -42,9 +42,10 @@ def find_cache_bypass(asker: ModelClient, prompts: Sequence[Prompt], new_salt: s
 
 
 def are_cached(answers: Sequence[Answer], cold: Sequence[Answer]) -> bool:
-    """Return whether any prompt was served from a cache, given *cold* answers to prompts of the same length.
+    """Return whether a cache served any of the requests with these *answers*.
 
-    Decides by the cached tokens that the server reports. Without them, decides by the TTFT of most answers.
+    This is decided by the cached tokens that the server reports. If it does not report them, most of the TTFTs must be
+    much shorter than those of *cold*, which are answers from full prefills of prompts of the same length.
     """
     told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if told:

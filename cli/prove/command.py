@@ -134,7 +134,7 @@ def _conclusion(proof: Proof) -> str:
 
 
 def _object(proof: Proof) -> dict[str, object]:
-    """Return the report as one JSON object. Infinite numbers are None."""
+    """Return the report as one JSON object, with None for infinite numbers."""
     measures, judgement = proof.measures, proof.judgement
     return {
         "verdict": judgement.verdict,

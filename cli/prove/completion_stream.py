@@ -9,10 +9,10 @@ from kvtier.cli.prove.answer import Answer, Step
 
 
 class CompletionStream:
-    """The state of one stream: `add` its lines with the time of each, then call `answer` after the last one.
+    """A parser of one stream. Call `add` for each line and then `answer`.
 
-    Log probabilities may have the format of OpenAI's completions or that of its chats, which llama.cpp sends for
-    completions too. Any other content raises ValueError, LookupError, TypeError or AttributeError.
+    Log probabilities may have the format of OpenAI's completions, or that of OpenAI's chats, which llama.cpp uses for
+    completions too. The methods raise ValueError, LookupError, TypeError or AttributeError for other content.
     """
 
     def __init__(self, asked_at: float) -> None:
@@ -67,5 +67,5 @@ def _steps(logprobs: dict[str, Any] | None) -> Iterator[Step]:
 
 
 def _number(logprob: float | None) -> float:
-    """Return a log probability. JSON null becomes NaN, because servers send null for NaN (from NaN in the KV cache)."""
+    """Return *logprob*, or NaN for None, because servers send JSON null for NaN (caused by NaN in the KV cache)."""
     return math.nan if logprob is None else float(logprob)

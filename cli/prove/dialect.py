@@ -56,7 +56,7 @@ def token_ids_of(answer: Answer) -> list[int] | None:
 
 
 def unless_refused(ask: Callable[[_Asked], _T], what: _Asked) -> _T | None:
-    """Return the server's answer, or None if the server rejects the request. Raise `Refused` if the server fails."""
+    """Return `ask(what)`, or None if the server rejects the request. Raise `Refused` for a server error (5xx)."""
     try:
         return ask(what)
     except Refused as error:
@@ -67,7 +67,7 @@ def unless_refused(ask: Callable[[_Asked], _T], what: _Asked) -> _T | None:
 
 @dataclass(frozen=True)
 class ModelClient:
-    """One model of one server, under the *name* that reports use. Thread-safe."""
+    """A thread-safe client for one model of one server. *name* is the name of the model in reports."""
 
     endpoint: Endpoint
     model: str
@@ -75,9 +75,10 @@ class ModelClient:
     dialect: Dialect = field(compare=False)
 
     def ask(self, prompt: Prompt, salt: str | None = None, is_read: bool = True) -> Answer:
-        """Return the greedy answer, of `NUM_TOKENS` tokens. Raise as `Endpoint` does.
+        """Send a prompt and return the greedy answer, of `NUM_TOKENS` tokens. Raise as `Endpoint` does.
 
-        Only cached blocks under *salt* may serve the prompt. If *is_read* is False, the server must not use its cache.
+        The server may serve the prompt only from blocks that are cached under *salt*. If *is_read* is False, it is
+        asked not to read its cache.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, **self.dialect.extra}
         if salt is not None:

@@ -1,4 +1,4 @@
-"""Sentences about what a run could not determine."""
+"""Sentences for the report of a run, about what the run could not determine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ _NO_SOONER = 0.8  # a TTFT above this fraction of the full prefill's TTFT does n
 
 
 def limitations_of(measures: Measures, rows: Sequence[ProofRow]) -> list[str]:
-    """Return the sentences, most important first."""
+    """Return sentences about what the run could not determine, most important first."""
     return [*_of_what_was_cached(measures, rows), *_of_the_server(measures), *_of_answers(measures), *_of_time(rows)]
 
 

@@ -103,7 +103,7 @@ class Endpoint:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of an event stream, which end only with newlines.
+    """Yield the lines of an event stream, which are separated only by newlines.
 
     httpx's own method would also split at characters such as U+2028, which may occur in texts.
     """

@@ -11,9 +11,10 @@ from kvtier.cli.prove.plan import ProofPlan, Question
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt for the model *asker*. Only cached blocks under *salt* may serve it, and none if *is_read* is False.
+    """A prompt for the model of the client *asker*.
 
-    A request is a *reference* if the server must compute its prompt in full, because no cache can have its prefix.
+    The server may use only blocks that are cached under *salt*, and none if *is_read* is False. A request is a
+    *reference* if the server must compute its prompt in full, because no cache can have its prefix.
     """
 
     asker: ModelClient
@@ -25,7 +26,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A request and its answer. All requests of one *batch* were sent concurrently."""
+    """A request that was sent, and its answer. All requests of one *batch* were sent concurrently."""
 
     request: Request
     answer: Answer
@@ -35,10 +36,10 @@ class Asked:
 
 @dataclass
 class Evidence:
-    """The results of a plan.
+    """The requests and answers of a run, from which its verdict is derived.
 
-    *asked* has all requests, and *later* has those for the later prompt of each question. *shapes* has the distances
-    between answers with the same tokens that were computed in different shapes.
+    *asked* has all requests. *later* has only those for the later prompt of a question, which may be cache hits.
+    *shapes* has the distances between answers with the same tokens that were computed in batches of different shapes.
     """
 
     plan: ProofPlan
@@ -47,4 +48,4 @@ class Evidence:
     asked: list[Asked] = field(default_factory=list)
     later: list[tuple[Question, Asked]] = field(default_factory=list)
     shapes: list[float] = field(default_factory=list)
-    was_evicted: bool = False  # prompts were evicted from device memory, as far as requests can do that
+    was_evicted: bool = False  # other prompts were sent, to evict cached blocks from device memory

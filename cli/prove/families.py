@@ -1,4 +1,4 @@
-"""Families of prompt pairs: the ways in which a prompt shares its prefix with an earlier prompt."""
+"""Families of prompt pairs. Each family is one way in which the two prompts of a pair share a prefix."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -14,35 +14,41 @@ _WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks to align prompts to
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two prompts. Cached blocks of *earlier* may serve the prefix that *later* shares with it."""
+    """Two prompts, as pieces. A piece is a number that stands for one token or word.
+
+    Cached blocks of *earlier* may serve the prefix that *later* shares with it.
+    """
 
     earlier: Pieces
     later: Pieces
 
     @property
     def num_shared(self) -> int:
-        """Number of pieces of the common prefix."""
+        """Length of the common prefix, in pieces."""
         return shared(self.earlier, self.later)
 
 
 class PromptGenerator:
-    """A generator of random prompts from *num_pieces* different pieces."""
+    """A generator of random prompts. Their pieces are numbers below *num_pieces*."""
 
     def __init__(self, source: random.Random, num_pieces: int) -> None:
         self._source = source
         self._num_pieces = num_pieces
 
     def fresh(self, length: int) -> Pieces:
-        """Return random pieces. A long sequence is sure to be new."""
+        """Return random pieces. A long sequence of them is almost certainly new to the server."""
         return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
 
     def cue(self, body: Sequence[int]) -> Pieces:
-        """Return a copy of pieces from a random position of *body*. A model continues it as *body* does there."""
+        """Return a copy of `CUE` pieces from a random position of *body*, to put at the end of a prompt.
+
+        A language model then continues the prompt as *body* continues after that position.
+        """
         at = self._source.randrange(CUE, max(CUE + 1, len(body)))
         return tuple(body[at - CUE : at])
 
     def prompt(self, length: int) -> Pieces:
-        """Return a random prompt that ends with a cue."""
+        """Return a random prompt that ends with a cue, which is a copy of some of its own pieces."""
         body = self.fresh(length - CUE)
         return body + self.cue(body)
 
@@ -110,7 +116,7 @@ def _swapped(draw: PromptGenerator, length: int) -> Pair:
 
 
 def _whole(length: int) -> int:
-    """Round *length* down to whole blocks of the largest size that fits."""
+    """Round *length* down to a multiple of the largest block size in `_WHOLE_BLOCKS` that fits."""
     size = next((size for size in _WHOLE_BLOCKS if size <= length), 1)
     return length // size * size
 

@@ -1,4 +1,4 @@
-"""The verdict on a run, by family and length of prompts, and the wrong answers found."""
+"""The verdict on a run: one for each family and length of prompts, one for the whole run, and the wrong answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class ProofRow:
 class Finding:
     """A wrong answer, or cached tokens that the server must not have used.
 
-    *question* is None for a prompt that was to be computed in full.
+    *question* is set only if *asked* is the request for the later prompt of a question.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Judgement:
 
 
 def judge(measures: Measures) -> Judgement:
-    """Return the judgement of all requests of a run."""
+    """Return the verdict on a run, with the wrong answers found."""
     findings = tuple(_findings(measures))
     wrong = {finding.asked for finding in findings}
     groups: dict[tuple[int, str], list[tuple[Question, Asked]]] = {}

@@ -1,4 +1,4 @@
-"""Measurements on a run's answers: the noise, distances between answers, and cached tokens in excess."""
+"""Measurements on a run's answers: noise, distances between answers, and excess cached tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ FACTOR = 3.0  # an answer is wrong beyond this multiple of the noise
 MIN_BOUND = 0.001  # in log probability: a hundred times the rounding of float32, and too little to change an answer
 UNMEASURED_BOUND = 0.3  # bound if other computation shapes could not be tried: FACTOR times bfloat16's noise in vLLM
 _MIN_UNSTEADY = 0.5  # five times the noise of bfloat16
-_OF_ALL_PROMPTS = 8  # tokens that a server may add before each prompt and have cached
+_OF_ALL_PROMPTS = 8  # max tokens that a server adds before each prompt, which may be cached
 
 
 class Measures:
-    """Measurements on evidence that is complete."""
+    """Measurements on the answers of a complete run, from which its verdict is derived."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -32,23 +32,26 @@ class Measures:
                 self._references.setdefault((request.asker, request.pieces), []).append(one)
 
     def references(self, asker: ModelClient, pieces: Pieces) -> Sequence[Asked]:
-        """Return the requests for which *asker* computed this prompt in full, according to the server."""
+        """Return the requests in which *asker* computed the full prompt of these *pieces*.
+
+        Requests for which the server reports more than a few cached tokens are left out.
+        """
         return self._references.get((asker, pieces), ())
 
     @cached_property
     def noise(self) -> float | None:
-        """The largest distance between full prefills of one prompt, or None if no prompt has two.
+        """The largest distance between correct answers to one prompt, or None if no two could be compared.
 
         Distances as large as those between different prompts are left out, because rounding does not cause them.
         """
         found = [each for *_, each in self._repeats] + self.evidence.shapes
-        if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # otherwise texts are equal or not
+        if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # else distances are 0 or infinite
             found = [each for each in found if each <= self._unsteady_from]
         return max(found, default=None)
 
     @cached_property
     def bound(self) -> float:
-        """The largest distance to the closest reference at which an answer still counts as correct."""
+        """The largest distance that a correct answer may have from its closest reference."""
         return max(MIN_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
 
     @cached_property
@@ -64,7 +67,7 @@ class Measures:
     def unsteady(self) -> list[tuple[Asked, float]]:
         """Return the prompts whose references differ as much as answers to different prompts do.
 
-        Each of these prompts is returned as one of its requests, with the largest distance between two references.
+        Each prompt is represented by one of its requests, with the largest distance between two of its references.
         """
         found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
@@ -79,13 +82,14 @@ class Measures:
         return min(_distances((one, reference) for reference in references), default=None)
 
     def suspects(self) -> list[Asked]:
-        """Return the answers to questions that are too far from all their references."""
+        """Return the answers to questions whose distance to every reference is more than `bound`."""
         return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
 
     def excess(self, one: Asked) -> int:
-        """Return the number of reported cached tokens that no earlier request with this salt and prefix explains.
+        """Return the number of cached tokens that are reported for this request, but not explained by earlier requests.
 
-        Returns 0 if prompts are words, because then the tokens of a shared prefix cannot be counted.
+        Only earlier requests with the same model, salt and prefix explain cached tokens. Returns 0 if prompts are sent
+        as words, because then the tokens of a shared prefix cannot be counted.
         """
         if not self.evidence.is_exact:
             return 0
@@ -101,7 +105,7 @@ class Measures:
         return max(0, (one.answer.cached_tokens or 0) - num_before - limit)
 
     def computed_alone(self, length: int) -> list[Asked]:
-        """Return the references of this length whose requests were sent alone."""
+        """Return the references of control prompts of this length that were sent alone."""
         prompts = [
             (each.asker, prompt)
             for each in self.evidence.plan.controls
@@ -113,7 +117,7 @@ class Measures:
     def is_sensitive(self, length: int) -> bool:
         """Return whether answers to prompts of this length depend on the beginning of the prompt.
 
-        They do if the answers of most controls are further apart than correct answers may be.
+        They do if most controls, whose two prompts differ in the beginning, got answers with a distance above `bound`.
         """
         found = self._controls[length]
         return bool(found) and median(found) > self.bound
@@ -129,7 +133,7 @@ class Measures:
 
     @cached_property
     def _unsteady_from(self) -> float:
-        """A distance that rounding does not reach: half the median distance between the prompts of a control."""
+        """Half the median distance between the prompts of a control, which is too large to be caused by rounding."""
         found = [each for found in self._controls.values() for each in found]
         return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
@@ -137,7 +141,8 @@ class Measures:
     def alike(self) -> frozenset[frozenset[ModelClient]]:
         """Pairs of models that gave the same answers to the same prompts, and so may share cached blocks.
 
-        If answers could not be compared, the other server's model counts as the same model, and an adapter as another.
+        If no answers of two models could be compared, they count as alike if they run on different servers, but not if
+        one of them is an adapter on the same server.
         """
         found: dict[frozenset[ModelClient], list[float]] = {}
         for question in self.evidence.plan.questions:

@@ -1,4 +1,4 @@
-"""The plan of a run: the prompts to send, and the model and salt for each prompt."""
+"""The plan of a run: which prompts to send, to which model and with which salt."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ class Salts:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings with which a run draws random prompts, writes them, and bypasses the server's cache.
+    """The settings with which a run makes random prompts and bypasses the server's cache.
 
-    *writing* is the format of prompts, and *words* the format of prompts that must be text. *cold* is None if no way to
-    bypass the cache is known.
+    *writing* is the format of most prompts, and *words* the format of prompts that must be text. *cold* is None if no
+    way to bypass the cache is known.
     """
 
     source: random.Random
@@ -42,9 +42,10 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A pair of prompts. The earlier one is sent to the model *giver*, then the later one to the model *taker*.
+    """A pair of prompts, to test whether the answer to the later prompt is correct when it may come from the cache.
 
-    Other requests are sent at the same time unless *is_alone*.
+    The earlier prompt is sent to the model *giver*, and then the later one to the model *taker*. If *is_alone*, no
+    other request is sent at the same time.
     """
 
     family: str
@@ -81,10 +82,11 @@ class ProofPlan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """A planner of questions to *askers*, the clients of the models under test.
+    """A planner of the questions to ask the models under test, whose clients are *askers*.
 
-    The first model gets prompts of all families. Each other model gets prompts of its own, and prompts that were sent
-    to the model before it, whose cached blocks it must not use. Salts are used only if the server honours them.
+    The first model gets prompts of all families. Each other model gets some prompts twice. Each model also gets prompts
+    that were first sent to another model, whose cached blocks it must not use. Salts are used only if the server
+    honours them.
     """
 
     askers: Sequence[ModelClient]
@@ -95,8 +97,8 @@ class Planner:
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
         """Plan *num_rounds* questions of each family for each of *lengths*.
 
-        Each length is a pair: the number of tokens, and the number of pieces that make them. Every second round is sent
-        concurrently. Of every four rounds, the second and the third have a salt.
+        Each length is a pair: the number of tokens, and the number of pieces that become so many tokens. The requests
+        of every second round are sent concurrently. Of every four rounds, the second and the third have a salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

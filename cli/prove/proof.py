@@ -1,4 +1,4 @@
-"""A complete run, from a server's URL to the verdict."""
+"""A complete run of the test, from a server's URL to the verdict."""
 
 import random
 import secrets
@@ -28,10 +28,10 @@ _EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and 
 
 
 def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
-    """Return the format of prompts, and the format of prompts that must be text.
+    """Return the format of most prompts, and the format of prompts that must be text.
 
-    Prompts are token ids if the server accepts them, and words otherwise. The ids are those of ordinary words if the
-    server can tokenize.
+    Most prompts are token ids if the server accepts them, and words otherwise. If the server can tokenize, only token
+    ids of ordinary words are used.
     """
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
@@ -45,7 +45,10 @@ def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
 
 
 def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
-    """Return the token ids of ordinary words from `/tokenize` of vLLM or llama.cpp, or none if the server has none."""
+    """Return the token ids of ordinary words, or () if the server cannot tokenize.
+
+    Tokenizes with `/tokenize`, which vLLM and llama.cpp have.
+    """
     text = " ".join(WORDS)
     try:
         found = endpoint.post("/tokenize", {"model": model, "prompt": text, "content": text})
@@ -56,7 +59,10 @@ def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """An entry of `/v1/models`. *parent* is the base model of an adapter, as vLLM and kvtier report it, else None."""
+    """A model that the server lists in `/v1/models`.
+
+    *parent* is the base model of an adapter, as reported by vLLM and kvtier, or None.
+    """
 
     name: str
     parent: str | None
@@ -64,7 +70,10 @@ class ListedModel:
 
 
 def list_models(endpoint: Endpoint) -> list[ListedModel]:
-    """Return the models of a server, which may be none. Raise OSError if no server answers."""
+    """Return the models that a server lists, which may be none.
+
+    Raises OSError if no server answers, and `Refused` if the API key is rejected.
+    """
     try:
         data = endpoint.get("/v1/models")["data"]
         return [ListedModel(each["id"], each.get("parent"), each.get("max_model_len")) for each in data]
@@ -76,10 +85,11 @@ def list_models(endpoint: Endpoint) -> list[ListedModel]:
 
 @dataclass(frozen=True)
 class ProofConfig:
-    """The settings of a run.
+    """The settings of a run, as given on the command line.
 
-    *model* and *adapters* are None to use those that the server lists. *lengths*, in tokens, is None to use those of
-    `LENGTHS` that the model accepts. *seed* is None for prompts that no earlier run has sent.
+    If *model* or *adapters* is None, the run uses the models that the server lists. *lengths* are numbers of tokens. If
+    *lengths* is None, the run uses all of `LENGTHS` that the model accepts. If *seed* is None, every run has new
+    prompts.
     """
 
     endpoint: Endpoint
@@ -130,7 +140,7 @@ def prove(order: ProofConfig, note: Note) -> Proof:
 
 
 def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
-    """Return the models under test, and the limit on the tokens of a request or None.
+    """Return clients for the models under test, and the limit on the tokens of a request, or None if it is unknown.
 
     The models are the server's model, its adapters, and the model of the other server if there is one.
     """

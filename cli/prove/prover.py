@@ -1,4 +1,4 @@
-"""Execution of a plan, in an order that determines what the server may have cached at each request."""
+"""Execution of a plan. The order of the requests determines what the server may have cached at each request."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +20,10 @@ _NUM_AGAIN = 2  # additional full prefills of a suspect's prompt, first alone an
 
 
 def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
-    """Return the distance between two answers with the same tokens that were computed in different shapes.
+    """Return the distance between two answers that should be equal, but are computed in batches of different shapes.
 
-    The second request has the first half of the answer in its prompt, so these tokens are prefilled instead of decoded.
-    Returns None if the answer's tokens cannot be appended to the prompt.
+    The second request has the first half of the first answer in its prompt. So these tokens are prefilled instead of
+    decoded, and the second halves are compared. Returns None if the answer's tokens cannot be appended to the prompt.
     """
     whole = ask_cold(prompt)
     longer = _continued(prompt, whole)
@@ -46,7 +46,7 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 
 
 class Prover:
-    """A single execution of one plan. Concurrent rounds have up to *concurrency* requests in flight."""
+    """A sender of the requests of one plan. At most *concurrency* requests are in flight in concurrent rounds."""
 
     def __init__(self, plan: ProofPlan, setting: RunSettings, concurrency: int, note: Note) -> None:
         self._plan = plan
@@ -56,7 +56,10 @@ class Prover:
         self._questioner = Questioner(self._evidence.asked, setting.writing, concurrency, note)
 
     def prove(self, push_out: EvictionStep | None) -> Evidence:
-        """Send all requests and return the evidence. Raise OSError or `Refused` if a server stops or fails."""
+        """Send all requests and return the evidence. Raise OSError or `Refused` if a server stops or fails.
+
+        *push_out* evicts cached blocks between the earlier and the later prompts. If it is None, nothing is evicted.
+        """
         self._ask_references()
         self._measure_shapes()
         alone = [question for question in self._plan.questions if question.is_alone]
@@ -76,9 +79,9 @@ class Prover:
         return self._evidence
 
     def _ask_references(self) -> None:
-        """Have each prompt computed in full, alone and concurrently.
+        """Have the server compute each prompt in full, first alone and then concurrently.
 
-        If the cache cannot be bypassed, send only the controls, which share a prefix with no other prompt.
+        If the cache cannot be bypassed, send only the prompts of controls, which share no prefix with other prompts.
         """
         controls = [(each.asker, prompt) for each in self._plan.controls for prompt in each.prompts]
         if self._setting.cold is None:
@@ -105,7 +108,10 @@ class Prover:
             self._evidence.shapes += found
 
     def _continuable(self, asker: ModelClient, length: int) -> Prompt:
-        """Return a prompt to which its answer can be appended: token ids if the server returns them, else words."""
+        """Return a random prompt to which the tokens of its answer can be appended.
+
+        The prompt is token ids if the server accepts and returns token ids, and words otherwise.
+        """
         writing: PromptFormat = self._setting.words
         if asker.dialect.tells_ids and self._setting.writing.is_exact:
             writing = self._setting.writing
@@ -128,9 +134,9 @@ class Prover:
         self._evidence.was_evicted = True
 
     def _ask_suspects_again(self) -> None:
-        """Compute the prompts of suspect answers in full again, for more references.
+        """Have the server compute the prompts of suspect answers in full again, to get more references.
 
-        An answer that differs no more than these references do is no longer a suspect.
+        A suspect is cleared if it is close to a new reference, or if new references differ from each other as much.
         """
         suspects = Measures(self._evidence).suspects()
         if self._setting.cold is None or not suspects:

@@ -16,13 +16,19 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class EvictionStep:
-    """An eviction by other prompts of *num_tokens* in total. Then the shell command *command* is run, if not None."""
+    """A step between the earlier and the later prompts, in which the server evicts cached blocks.
+
+    Other prompts of *num_tokens* tokens in total are sent. Then the shell command *command* is run, if it is not None.
+    """
 
     num_tokens: int
     command: str | None
 
     def run_command(self, askers: Sequence[ModelClient]) -> None:
-        """Run the command and wait until all *askers* answer. Raise RuntimeError if the command or an asker fails."""
+        """Run the command, and wait until the server answers requests for the models of all *askers*.
+
+        Raises RuntimeError if the command fails, or if the server does not answer in time.
+        """
         if self.command is None:
             return
         # The command's stdout goes to stderr, because stdout is for the report.
@@ -33,7 +39,7 @@ class EvictionStep:
         for asker in askers:
             while (why := _why_not(asker)) is not None:
                 if time.monotonic() > give_up_at:
-                    raise RuntimeError(f"the server does not answer after the command of --between: {why}")
+                    raise RuntimeError(f"the command of --between ended, but the server does not answer: {why}")
                 time.sleep(PAUSE_S)
 
 

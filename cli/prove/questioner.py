@@ -11,9 +11,9 @@ Note = Callable[[str, int, int], None]  # description, number of requests done, 
 
 
 class Questioner:
-    """A sender of requests that appends the answers to *kept* and calls *note* for progress.
+    """A sender of requests that appends each request and its answer to *kept*. It calls *note* with the progress.
 
-    The first request that fails raises OSError or `Refused`. Requests not started by then are cancelled.
+    If a request fails, OSError or `Refused` is raised, and requests that have not been started are cancelled.
     """
 
     def __init__(self, kept: list[Asked], writing: PromptFormat, concurrency: int, note: Note) -> None:

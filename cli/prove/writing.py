@@ -1,6 +1,6 @@
-"""Conversion of a prompt's pieces to token ids or to text.
+"""Formats of prompts: conversion to token ids or to text.
 
-A *piece* is a number below `num_pieces` that stands for one token or one word.
+Before the conversion, a prompt is a sequence of *pieces*. A piece is a number that stands for one token or one word.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ _FIRST_ID, _NUM_IDS = 3, 250
 
 
 class PromptFormat(Protocol):
-    """A conversion of pieces to prompts, with the number of different pieces that it supports."""
+    """A format that converts the pieces of a prompt to token ids or text."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether each piece is one token."""
+        """Whether each piece becomes exactly one token."""
         ...
 
     @property
     def num_pieces(self) -> int:
-        """Number of different pieces."""
+        """Number of different pieces, which are the numbers from 0 to `num_pieces` - 1."""
         ...
 
     def write(self, pieces: Sequence[int]) -> str | list[int]:

@@ -1,1 +1,1 @@
-"""The disk tier below an engine that has host memory of its own. Adapters for particular engines do not belong here."""
+"""A disk tier for engines that manage their own host memory. Adapters for particular engines do not belong here."""

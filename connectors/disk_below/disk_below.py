@@ -1,4 +1,4 @@
-"""`DiskBelow`: the disk tier for an engine that has host memory of its own."""
+"""`DiskBelow`: a disk tier for an engine that manages its own host memory."""
 
 import queue
 import threading
@@ -21,7 +21,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngi
 
 
 class InlineQueue(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue whose transfers are processed at once, on the thread that puts them."""
+    """A queue of finished transfers that are processed immediately, on the thread that puts them."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         """Create an empty queue. `put` calls *take*, which must process all transfers in the queue."""
@@ -38,7 +38,7 @@ MakeLanes = Callable[[InlineQueue], Mapping[Route, Lane]]
 
 @dataclass(frozen=True, slots=True)
 class DiskBelowStatistics:
-    """A snapshot of the counts of a `DiskBelow`. Numbers of rows are totals since the start."""
+    """A snapshot of the counts of a `DiskBelow`. Numbers of rows (blocks) are totals since the start."""
 
     tier: TierStatistics
     disk: DiskStatistics
@@ -51,17 +51,18 @@ class DiskBelowStatistics:
 
 
 class DiskBelow:
-    """An engine's rows on disk. A row has the bytes of one block, and is verified when it is loaded.
+    """A disk tier that stores and loads the blocks of an engine that manages its own host memory.
 
-    Disk faults raise no exceptions: the load of a row that is unreadable, corrupt or late simply fails.
+    A *row* is one block together with the engine's memory for its bytes. Loaded bytes are verified. Disk faults raise
+    no exceptions: the load of a row that is unreadable, corrupt or late simply fails.
 
-    The index of rows is in memory, so lookups do not wait. `load` and `store` begin jobs, which end in any order. A
-    job ends on the thread of a reader or of the writer, or on the caller's thread if no part of the job can be begun.
-    The callbacks of the job's future run on that thread and must be short. The memory of a job's rows belongs to the
-    caller, who must not touch it until the job has ended. All methods may be called from any thread.
+    Lookups do not wait, because the index is in memory. `load` and `store` begin a job and return its future at once.
+    Jobs end in any order. The memory of a job's rows belongs to the caller, who must not touch it until the job has
+    ended. Callbacks of the future must be short. They run on the thread that ends the job, which is a reader, the
+    writer or the caller's thread. All methods may be called from any thread.
 
-    One lock guards the tiers' objects, which only one thread at a time may use. No thread copies bytes or waits for
-    the disk while it holds the lock.
+    One lock guards the tiers' objects, which only one thread at a time may use. No thread copies bytes or waits for the
+    disk while it holds the lock.
     """
 
     def __init__(
@@ -74,11 +75,17 @@ class DiskBelow:
         end_store: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to load the index of *disk*.
+        """Create the tier, and begin to load the index of *disk*.
 
-        *make_lanes* returns lanes that put their finished transfers into the given queue: `Route.DISK_TO_HOST` with
-        *num_readers* threads, and `Route.HOST_TO_DISK` with one. *max_queued_bytes* limits the rows that wait to be
-        written. *row_bytes* returns the size of a group's rows. *end_store* closes the store at once.
+        Args:
+            disk: The store of blocks.
+            make_lanes: Returns the lanes (transfer threads), which put finished transfers into the given queue:
+                `Route.DISK_TO_HOST` with *num_readers* threads, and `Route.HOST_TO_DISK` with one.
+            num_readers: Number of threads that read.
+            max_queued_bytes: Limit on the bytes that wait to be written.
+            row_bytes: Returns the size of a block of the given group.
+            end_store: Closes the store at once.
+            clock: Returns the time in seconds.
         """
         self._lock = threading.RLock()
         finished = InlineQueue(self._take_finished)
@@ -97,49 +104,49 @@ class DiskBelow:
             self._index_load.go_on()
 
     def holds(self, name: BlockName, group_id: int = 0) -> bool:
-        """Return whether the row is on disk and not known to be unreadable."""
+        """Return whether the block is on disk and not known to be unreadable."""
         with self._lock:
             self._go_on()
             return self._disk.holds(group_id, name)
 
     def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
-        """Return for each of the rows whether it is on disk and not known to be unreadable."""
+        """Return for each of the blocks whether it is on disk and not known to be unreadable."""
         with self._lock:
             self._go_on()
             is_held: list[bool] = self._disk.are_held(group_id, names).tolist()
             return is_held
 
     def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
-        """Return how many of *names* come before the first that is not on disk."""
+        """Return the number of blocks on disk before the first block that is missing."""
         with self._lock:
             self._go_on()
             return self._disk.num_held(group_id, names)
 
     def load(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Read rows from disk into their memory. Return for each row whether its memory has the right bytes.
+        """Read rows from disk into their memory. The future has True for each row that was read and verified.
 
-        The memory of a row whose load fails has undefined contents. Lookups do not find such a row until it is stored
-        again.
+        The memory of a row whose load fails has undefined contents. If reading a block fails, lookups no longer find
+        it.
         """
         return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Write the rows, given in prefix order. Return for each row whether it is on disk.
+        """Write rows to disk, given in prefix order. The future has True for each row that is on disk.
 
         A row that could not be stored may be offered again. `statistics` counts these rows by reason.
         """
         return self._begin(rows, self._writes.begin)
 
     def touch(self, rows: Sequence[BlockRow]) -> None:
-        """Mark these rows as just used, so that they are evicted later. Does not access their memory."""
+        """Mark the blocks of these rows as recently used, to delay their eviction. Does not access the rows' memory."""
         with self._lock:
             self._writes.touch(rows)
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete every row of this namespace. Waits for the disk. Rows that are stored in the meantime may stay.
+        """Delete all blocks of this namespace, and wait for the disk. Blocks stored in the meantime may stay.
 
         Returns:
-            False if jobs in flight do not end within *timeout_s*, or if the disk cannot delete the rows.
+            False if jobs in flight do not end within *timeout_s*, or if the disk cannot delete the blocks.
         """
         if not self.drain(timeout_s) or not self._disk.clear():
             return False
@@ -148,7 +155,7 @@ class DiskBelow:
         return True
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Wait until all rows that were on disk at the start are indexed. Return whether they are."""
+        """Wait until all blocks that were on disk at the start are indexed. Return False on timeout."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -174,15 +181,15 @@ class DiskBelow:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all jobs have ended and none of their memory is used. Return False on timeout."""
+        """Wait until all current jobs have ended and their memory is no longer used. Return False on timeout."""
         with self._lock:
             futures = [job.future for job in self._jobs]
         return not wait(futures, timeout_s).not_done
 
     def close(self) -> None:
-        """End all jobs and close the store. Jobs that have not begun fail. Lookups then find no row.
+        """End all jobs and close the store. Jobs that have not begun fail, and lookups find nothing from then on.
 
-        Returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`. A
+        On return, no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`. A
         second call does nothing.
         """
         with self._lock:
@@ -190,7 +197,7 @@ class DiskBelow:
                 return
             self._is_closing = True
         for lane in self._lanes.values():
-            lane.close()  # without the lock, which the ending threads take
+            lane.close()  # not under the lock, because the lane's threads need the lock to end
         self._end_store()
         with self._lock:
             self._transfers.close()
@@ -219,7 +226,7 @@ class DiskBelow:
             self._probe.go_on()
 
     def _take_finished(self) -> None:
-        """Process the transfers that lanes have finished, on the thread that has finished them."""
+        """Process finished transfers. Called on the thread that finished them."""
         with self._lock:
             self._transfers.poll()
             ended = self._take_ended()

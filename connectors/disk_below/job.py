@@ -1,4 +1,4 @@
-"""`Job`: rows that are stored or loaded together. `JobQueue`: the parts of jobs on their way to or from the disk."""
+"""`Job`: the rows of one call of load or store. `JobQueue`: a queue of transfers between memory and disk."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +18,10 @@ Outcomes = Future[list[bool]]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The rows that one call stores or loads. They end in any order; the caller is notified once, after the last."""
+    """The rows that one call loads or stores.
+
+    Rows may end in any order. The caller is notified once, after the last row.
+    """
 
     rows: Sequence[BlockRow]
     future: Outcomes = field(default_factory=Future)
@@ -35,20 +38,20 @@ class Job:
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
-        """Record whether the rows at *places*, which are indices in `rows`, succeeded. Each row ends once."""
+        """Record whether the rows at these indices (*places*) succeeded. Call this only once for each row."""
         for place, good in zip(places, is_good, strict=True):
             self.outcomes[place] = good
         self.num_left -= len(places)
 
     def tell(self) -> None:
-        """Set the result of the future, which calls the caller's callbacks with the outcomes."""
+        """Set the future's result, which runs the caller's callbacks."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.outcomes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """The rows of one job that one transfer reads or writes together."""
+    """A part of a job: the rows that are read or written in one transfer. *places* are their indices in the job."""
 
     job: Job
     places: Sequence[int]
@@ -61,7 +64,7 @@ class Part:
 
 
 def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[Part]:
-    """Split the rows at *places* into parts, in order.
+    """Split the rows of *job* at the indices *places* into parts, in order.
 
     A part has at most *max_rows* rows, and at most *max_bytes* bytes unless it has only one row.
     """
@@ -78,17 +81,17 @@ def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[
 
 
 class JobQueue(ABC):
-    """The parts of jobs that wait for the lane of one route or are in flight on it, in the order of submission.
+    """A queue of transfers between memory and disk in one direction, first in, first out.
 
-    All parts of a job are begun before any part of a later job. If the disk must not be used, all queued parts fail
-    immediately. A subclass defines the transfer of a part and processes its outcome. The caller holds the lock of
-    `DiskBelow`.
+    Each job is split into parts, and each part is one transfer. A limited number of parts is in flight, and the other
+    parts wait. If the disk must not be used, all waiting parts fail immediately. A subclass defines how a part is
+    transferred and how its outcome is processed. Callers must hold the lock of `DiskBelow`.
     """
 
     def __init__(self, transfers: TransferEngine, route: Route, breaker: CircuitBreaker, max_in_flight: int) -> None:
-        """Create an empty queue.
+        """Create an empty queue with at most *max_in_flight* parts in flight.
 
-        *breaker* decides for each part whether it may be tried. At most *max_in_flight* parts are in flight.
+        *breaker* decides for each part whether its transfer may be tried.
         """
         self.transfers = transfers
         self._route = route
@@ -99,21 +102,21 @@ class JobQueue(ABC):
 
     @property
     def has_queued(self) -> bool:
-        """Whether any part waits to be submitted."""
+        """Whether any part waits for its transfer."""
         return bool(self._queued)
 
     def enqueue(self, parts: Iterable[Part]) -> None:
-        """Queue the parts, and submit as many queued parts as may be in flight."""
+        """Queue the parts, and begin transfers up to the limit of parts in flight."""
         self._queued += parts
         self._pump()
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether the disk may be used now. The circuit breaker must allow each attempt as well."""
+        """Return whether the disk may be used now, apart from the decision of the circuit breaker."""
 
     @abstractmethod
     def work_of(self, part: Part) -> Callable[[], Any]:
-        """Return the callable that transfers a part. It runs on the lane's thread and uses no state of this object."""
+        """Return a callable that transfers the part. It runs on another thread and uses no state of this object."""
 
     @abstractmethod
     def has_disk_failed(self, transfer: Transfer) -> bool:
@@ -121,14 +124,14 @@ class JobQueue(ABC):
 
     @abstractmethod
     def on_finished(self, part: Part, transfer: Transfer) -> None:
-        """Record the outcomes of a part's rows from its finished transfer."""
+        """Process the finished transfer of a part: record for each row whether it succeeded."""
 
     @abstractmethod
     def on_given_up(self, part: Part) -> None:
-        """Record that a queued part's rows failed, because the disk must not be used now."""
+        """Record that the rows of a queued part failed, because the disk must not be used now."""
 
     def _pump(self) -> None:
-        """Submit queued parts, or give all of them up if the disk must not be used now."""
+        """Begin transfers of queued parts. If the disk must not be used now, fail all queued parts."""
         while self._queued and self._num_in_flight < self._max_in_flight:
             attempt = self._breaker.begin() if self.is_usable() else None
             if attempt is None:

@@ -1,4 +1,4 @@
-"""`Loads`: rows on their way from disk into an engine's memory, verified when they arrive."""
+"""`Loads`: a queue of blocks to read from disk into an engine's memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,10 +13,10 @@ MAX_PART_ROWS = 512
 
 
 class Loads(JobQueue):
-    """The queue of load jobs, which are read in the order of their submission.
+    """The queue of load jobs, first in, first out. Loaded bytes are verified.
 
-    Each part of a job is one request to the store. At most two parts per reader are in flight, so that a long job fills
-    no queue and keeps few bytes in flight. Every job ends, because the store's read timeout ends reads that hang.
+    Each part of a job is one request to the store. At most two parts per reader thread are in flight, so that a long
+    job keeps few bytes in flight. Every job ends, because the store's read timeout ends reads that hang.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, num_readers: int) -> None:
@@ -26,7 +26,7 @@ class Loads(JobQueue):
         self._index = index
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are on disk. The job's other rows fail immediately."""
+        """Queue the rows whose blocks are on disk. The job's other rows fail immediately."""
         held = self._index.are_held(job.rows)
         absent = [place for place, is_held in enumerate(held) if not is_held]
         self._end(job, absent, [False] * len(absent))

@@ -1,4 +1,4 @@
-"""The file that an engine's memory is mapped from, so that the store's process can map it too."""
+"""Access to the file from which an engine's memory is mapped, so that the store's process can map it too."""
 
 import contextlib
 import os
@@ -21,10 +21,11 @@ class _Mapping(NamedTuple):
 
 
 def open_backing_file(memory: memoryview) -> SharedMemory | None:
-    """Open the file that *memory* (contiguous, writable) is mapped from. The caller owns the descriptor.
+    """Open the file from which *memory* is mapped. The caller must close the file descriptor.
 
-    Returns None if the memory is not mapped from a single file, if the mapping is private, or if the file cannot be
-    opened. The store's process then receives and sends the rows' bytes over a socket.
+    *memory* must be contiguous and writable. Returns None if it is not mapped from a single file, if the mapping is
+    private, or if the file cannot be opened. Then the store's process receives and sends the blocks' bytes over a
+    socket.
     """
     address = address_of(memory)
     here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]
@@ -39,10 +40,10 @@ def open_backing_file(memory: memoryview) -> SharedMemory | None:
 
 
 def _open(mapping: _Mapping) -> int | None:
-    """Return a descriptor of the mapped file, or None.
+    """Return a descriptor of the mapped file, or None if it cannot be opened.
 
-    Tries the file's name, then this process's descriptors, which work for a file that never had a name, then the
-    mapping itself, which only root may open.
+    Tries the file's name first, then the descriptors of this process, because the file may never have had a name. Tries
+    the mapping itself last, because only root may open it.
     """
     by_descriptor = (f"/proc/self/fd/{number}" for number in _descriptors_of(mapping))
     for path in (mapping.path, *by_descriptor, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):

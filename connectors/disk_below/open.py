@@ -1,4 +1,4 @@
-"""Construction of the disk tier below an engine, with a store in its own process that maps the engine's memory."""
+"""Construction of the disk tier for an engine. The store's process maps the engine's memory if it can."""
 
 import logging
 import os
@@ -27,18 +27,18 @@ def open_disk_below(
     memories: Sequence[memoryview] = (),
     num_groups: int = 1,
 ) -> DiskBelow:
-    """Open the configured store as the disk below an engine; the caller closes it.
+    """Open the configured store as a disk tier for an engine. The caller must close it.
 
-    A folder that cannot be opened is not an error. Until it can be opened, no row is found or stored, and `statistics`
-    gives the reason.
+    A folder that cannot be opened is not an error. Until it can be opened, lookups find no blocks, no blocks are
+    stored, and `statistics` gives the reason.
 
     Args:
         config: The settings of the store.
-        namespace: A 16-byte digest of everything that decides a row's bytes, apart from the row's name and group.
-        row_bytes: Returns the size of a group's rows.
-        memories: The regions of memory that contain the engine's rows. The store's process reads and writes a region
-            directly if it is a shared mapping of a file. The bytes of other rows are copied between the processes.
-        num_groups: Number of groups, which are numbered from 0.
+        namespace: A 16-byte digest of everything that decides a block's bytes, apart from its name and group.
+        row_bytes: Returns the size of a block of the given group.
+        memories: The regions of memory that contain the engine's blocks. The store's process reads and writes a region
+            directly if it is a shared mapping of a file. For other regions, bytes are copied between the processes.
+        num_groups: Number of groups of blocks, which are numbered from 0. All blocks of a group have the same size.
 
     Raises:
         ValueError: If the configuration cannot be used. The message says what to do.

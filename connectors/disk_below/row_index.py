@@ -1,4 +1,4 @@
-"""`RowIndex`: the index of the rows on disk, below an engine that manages its device and host memory itself."""
+"""`RowIndex`: an index of the blocks on disk, for an engine that manages its own device and host memory."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -10,12 +10,12 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 
 class BlockRow(NamedTuple):
-    """One block, with the engine's memory that its bytes are stored from or loaded into.
+    """One block, and the engine's memory to store its bytes from or to load them into.
 
-    *memory* is contiguous and has exactly the block's bytes. The engine must not touch it until the row's job has
-    ended. *name* is 32 bytes that determine the block's bytes within the namespace and *group_id*. All rows of a group
-    have the same size. *parent* is the name of the block that this one continues, in the same group. Blocks are evicted
-    before their parents.
+    *memory* is contiguous and exactly as large as the block. The engine must not touch it until the job of the row has
+    ended. *name* is 32 bytes that determine the block's bytes within the namespace and *group_id*. All blocks of a
+    group have the same size. *parent* is the name of the block that this one continues, in the same group. A block is
+    evicted before its parent.
     """
 
     name: BlockName
@@ -25,23 +25,23 @@ class BlockRow(NamedTuple):
 
 
 class RowIndex:
-    """The index of the rows on disk; implements `DiskContent`.
+    """An in-memory index of the blocks on disk; implements `DiskContent`.
 
-    The disk has the only copies that kvtier knows of, so a row that leaves the disk is forgotten.
+    kvtier knows of no other copies of these blocks, so a block that is evicted from disk is removed from the index.
     """
 
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
 
     def are_held(self, rows: Sequence[BlockRow]) -> list[bool]:
-        """Return for each of the rows whether it is on disk."""
+        """Return for each of the rows whether its block is on disk."""
         held: list[bool] = []
         for group_id, run in groupby(rows, lambda row: row.group_id):
             held += self.disk.are_held(group_id, [row.name for row in run]).tolist()
         return held
 
     def on_written(self, blocks: Sequence[tuple[int, BlockName]], evicted: Sequence[bytes]) -> None:
-        """Record that *blocks* (group and name) were written, and that the store evicted these keys to make room."""
+        """Record that *blocks* (group and name) were written, and that the store evicted the keys *evicted*."""
         for group_id, name in blocks:
             self.disk.index.add(group_id, [name])
             self.disk.ages.on_written([name])
@@ -51,9 +51,9 @@ class RowIndex:
                 self.disk.ages.on_dropped(block[1])
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Record that a read of the block failed, and remove the block from the index, whatever the fault.
+        """Record that a read of the block failed, and remove the block from the index.
 
-        Otherwise an engine would find the block and request it again and again. If its record on disk is intact, the
+        Otherwise the engine would find the block and request it again and again. If its record on disk is intact, the
         block is found again once the store is reopened, or once the block is stored again.
         """
         self.disk.faults[fault.value] += fault is not Fault.MISSING

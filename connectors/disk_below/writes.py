@@ -1,4 +1,4 @@
-"""`Writes`: rows on their way from an engine's memory to disk."""
+"""`Writes`: a queue of blocks to write from an engine's memory to disk."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ class Refusal(StrEnum):
 
 
 class Writes(JobQueue):
-    """The queue of store jobs, which are written in the order of their submission.
+    """The queue of store jobs, first in, first out.
 
-    The last rows of a job are written first, so that a prefix is evicted from its end. A row is refused if more than
-    *max_queued_bytes* would wait with it, unless no other row waits. A row that is on disk already is not written
-    again, but marked as just used.
+    The rows of a job are written from last to first, so that a prefix is evicted from its end. A row is refused if the
+    bytes that wait to be written would exceed *max_queued_bytes*, unless no other row waits. If a block is already on
+    disk, it is only marked as recently used.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Writes(JobQueue):
         self._max_queued_bytes = max_queued_bytes
 
     def begin(self, job: Job) -> None:
-        """Queue a job's rows that are not on disk yet. Refused rows fail immediately."""
+        """Queue the rows whose blocks are not on disk yet. Refused rows fail immediately."""
         held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])
@@ -61,7 +61,10 @@ class Writes(JobQueue):
         self.enqueue(cut(job, taken[::-1], MAX_PART_BYTES, MAX_PART_ROWS))
 
     def touch(self, rows: Sequence[BlockRow]) -> None:
-        """Mark these rows as just used, so that they are evicted later. Does nothing while rows wait to be written."""
+        """Mark the blocks of these rows as recently used, to delay their eviction.
+
+        Does nothing while rows wait to be written.
+        """
         if rows and self._index.disk.is_open and not self.has_queued:
             keys = [self._index.disk.key(row.group_id, row.name) for row in rows]
             self.transfers.submit(Route.HOST_TO_DISK, lambda: self._index.disk.touch(keys), 0, lambda transfer: None)

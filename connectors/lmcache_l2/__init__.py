@@ -1,1 +1,4 @@
-"""The disk tier below LMCache, at its plug-in point for L2 adapters. LMCache's server protocol does not belong here."""
+"""A disk tier for LMCache, as a plug-in for its L2 adapter interface.
+
+Support for the protocol of LMCache's server does not belong here.
+"""

@@ -29,14 +29,14 @@ INDEXING_WAIT_S = 5.0  # max wait at the start; objects that are indexed later a
 
 
 class KVTierL2Config(L2AdapterConfigBase):
-    """The adapter's configuration, from `adapter_params`."""
+    """The configuration of `KVTierL2`, given as `adapter_params` in LMCache's L2 adapter option."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @classmethod
     def from_dict(cls, d: Mapping[str, object]) -> "KVTierL2Config":
-        """Return the configuration, given the `adapter_params` *d*. Raises the errors of `settings_of`."""
+        """Parse the `adapter_params` *d*. Raise ValueError if a setting is unknown or out of range."""
         return cls(settings_of(d))
 
     @classmethod
@@ -45,11 +45,13 @@ class KVTierL2Config(L2AdapterConfigBase):
 
 
 class KVTierL2(L2AdapterInterface):
-    """An L2 adapter that keeps LMCache's objects in kvtier's store, which is bounded and survives restarts.
+    """An L2 adapter that keeps LMCache's objects in kvtier's store on disk.
 
-    Every load is verified. Lookups are answered at once from an index in memory. Any of LMCache's threads may call the
-    adapter. The memory that they pass belongs to LMCache. No method raises once the adapter exists: after a fault, an
-    object is missing or not stored. The store evicts objects itself, so LMCache need not enforce a capacity.
+    The store survives restarts. It has a maximum size and evicts objects itself, so LMCache need not enforce a
+    capacity. Lookups use an index in memory and never wait for the disk. Every object is verified when it is loaded.
+
+    Only the constructor raises exceptions. After a fault, an object counts as missing or not stored. All methods may be
+    called from any thread.
     """
 
     def __new__(cls, *arguments: object, **named: object) -> Self:
@@ -63,7 +65,7 @@ class KVTierL2(L2AdapterInterface):
         return made
 
     def __init__(self, config: KVTierL2Config, l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        """Open the store. Raise ValueError for a configuration that cannot be served."""
+        """Open the store on disk. Raise ValueError if the configuration cannot be used."""
         super().__init__()
         self._settings = config.settings
         namespace = namespace_of(version("lmcache"), config.settings.weights)
@@ -116,18 +118,22 @@ class KVTierL2(L2AdapterInterface):
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Do nothing, because a lookup locks nothing.
 
-        A lookup marks the objects that it finds as just used. Eviction spares a marked object once.
+        Instead, a lookup marks the objects that it finds as recently used, so that eviction skips each of them once.
         """
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
-        """Mark the objects that are on disk as just used, so that they are evicted later.
+        """Mark those of the objects that are on disk as recently used, so that they are evicted later.
 
-        lmcache 0.5.7 calls this at the end of a request, and for the beginning of a prompt that the engine already has.
+        lmcache 0.5.7 calls this at the end of a request. It also calls this for the part of a prompt that the engine
+        already has and does not load.
         """
         self._touch(self._guard.run(lambda: self._objects.find(keys, {}), []))
 
     def get_memory_tags(self) -> Any:
-        """Return tags for bytes on a local disk. Only lmcache 0.5.7 calls this, and only it defines the tags."""
+        """Return tags that tell LMCache that objects are on a local disk.
+
+        Only lmcache 0.5.7 defines such tags and calls this method.
+        """
         return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
@@ -144,7 +150,7 @@ class KVTierL2(L2AdapterInterface):
         return self._loads.pop(task_id)
 
     def get_usage(self) -> AdapterUsage:
-        """Return the number of bytes on disk, for all cache salts together. Evicted objects do not count."""
+        """Return the number of bytes on disk, over all cache salts, and the store's capacity."""
         tier = self._disk.statistics().tier
         return AdapterUsage(tier.num_bytes, tier.capacity_bytes)
 
@@ -178,7 +184,7 @@ class KVTierL2(L2AdapterInterface):
     def _begin(
         self, begin: "Callable[[], Future[list[bool]]]", num_keys: int, end: Callable[[Sequence[bool]], None]
     ) -> None:
-        """Begin a task, and call *end* once with the outcome of each of its objects."""
+        """Call *begin* to start a task. When the task has ended, call *end* with the outcome for each object."""
         future = self._guard.run(begin, None)
         if future is None:
             end([False] * num_keys)
@@ -187,7 +193,7 @@ class KVTierL2(L2AdapterInterface):
 
 
 def _memory(described: L1MemoryDesc) -> memoryview:
-    """Return a view of the whole of LMCache's own memory."""
+    """Return a view of LMCache's entire L1 memory."""
     return memoryview((ctypes.c_ubyte * described.size).from_address(described.ptr))
 
 

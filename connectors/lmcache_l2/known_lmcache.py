@@ -1,4 +1,4 @@
-"""The classes of LMCache that the adapter was written for."""
+"""The check that the installed LMCache has the classes that the adapter was written for."""
 
 from dataclasses import fields
 
@@ -20,14 +20,15 @@ class UnsupportedEngine(ValueError):
 def check_lmcache(adapter: type, key: type, memory: type) -> None:
     """Raise `UnsupportedEngine` if LMCache's classes differ from those that the adapter was written for.
 
-    *adapter* and *memory* are abstract classes, *key* is the dataclass that names an object. If keys had a field that
-    the adapter does not know, it would take objects that differ only in this field for the same object.
+    *adapter* and *memory* are LMCache's abstract classes of L2 adapters and of an object's memory. *key* is its
+    dataclass that names an object. A key with an unknown field is not supported, because the adapter would confuse
+    objects that differ only in this field.
     """
     unknown = (set(getattr(adapter, "__abstractmethods__", ())) ^ ABSTRACT) - ALSO_ABSTRACT
     unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS
     unknown |= {part for part in MEMORY_PARTS if not hasattr(memory, part)}
     if unknown:
         raise UnsupportedEngine(
-            f"this LMCache differs in {', '.join(sorted(unknown))}, on which the adapter depends; "
+            f"the adapter does not support this LMCache, whose classes differ in {', '.join(sorted(unknown))}; "
             f"install lmcache {' or '.join(TESTED)}, or a kvtier that supports your version"
         )

@@ -1,4 +1,4 @@
-"""Names of LMCache's objects on disk."""
+"""The names under which LMCache's objects are stored on disk."""
 
 import hashlib
 import struct
@@ -14,7 +14,7 @@ FIELDS = struct.Struct("<QQIII")  # rank, object group; lengths of the model's n
 
 
 class ObjectKey(Protocol):
-    """LMCache's key of an object: one rank's part of one chunk of tokens, for one group of layers."""
+    """LMCache's key of an object, which holds one rank's KV cache of one chunk of tokens, for one group of layers."""
 
     @property
     def chunk_hash(self) -> bytes: ...
@@ -30,7 +30,7 @@ class ObjectKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of the tensors in an object."""
+    """The shapes and dtypes of an object's tensors, as a digest."""
 
     digest: bytes  # of the tensors' shapes and dtypes, in the order of the object's bytes
     num_bytes: int  # of the object
@@ -44,34 +44,36 @@ def layout_of(shapes: tuple[Sequence[int], ...], dtypes: tuple[Any, ...], num_by
 
 
 def namespace_of(lmcache: str, weights: str | None) -> bytes:
-    """Return a 16-byte digest of what decides an object's bytes, apart from its key and layout.
+    """Return a 16-byte digest of everything that decides an object's bytes, apart from its key and layout.
 
-    This is the version of LMCache, *lmcache*, and the operator's *weights* setting, None if it is not set.
+    Args:
+        lmcache: Version of LMCache.
+        weights: The operator's setting `weights`, or None if it is not set.
     """
     known = "" if weights is None else weights
     return hashlib.sha256(f"kvtier lmcache l2 {VERSION}\0{lmcache}\0{known}".encode()).digest()[:16]
 
 
 def name_of(key: ObjectKey, layout: Layout) -> BlockName:
-    """Return the name of an object: a digest of all fields of its key, and of its layout, which is not in the key."""
+    """Return the name of an object: a digest of its layout and of all fields of its key."""
     model, salt = key.model_name.encode(), key.cache_salt.encode()
     lengths = FIELDS.pack(key.kv_rank, key.object_group_id, len(model), len(salt), len(key.chunk_hash))
     return BlockName(hashlib.sha256(b"".join((layout.digest, lengths, model, salt, key.chunk_hash))).digest())
 
 
 class KnownLayouts:
-    """The layout that was last stored or loaded for each model, rank and object group.
+    """A record of the layout of the last object that was stored or loaded, for each model, rank and object group.
 
-    A lookup needs the layout, because the layout is part of an object's name. LMCache may pass the layout as a hint.
-    However, an object that went through one of LMCache's serializers is stored in a layout other than that of the hint.
-    All methods may be called from any thread.
+    A lookup needs the layout, because it is part of an object's name but not of LMCache's key. LMCache may pass a
+    layout as a hint. The hint is wrong for objects that one of LMCache's serializers has encoded. All methods may be
+    called from any thread.
     """
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[str, int, int], Layout] = {}
 
     def learn(self, key: ObjectKey, layout: Layout) -> None:
-        """Record that an object has this layout."""
+        """Record *layout* for the key's model, rank and object group."""
         self._layouts[key.model_name, key.kv_rank, key.object_group_id] = layout
 
     def of(self, key: ObjectKey) -> Layout | None:

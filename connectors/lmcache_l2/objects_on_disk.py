@@ -1,4 +1,4 @@
-"""`ObjectsOnDisk`: LMCache's objects as rows of the disk below it."""
+"""`ObjectsOnDisk`: LMCache's objects in kvtier's store on disk."""
 
 import os
 import threading
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Outcomes(Generic[T]):
-    """The outcomes of one kind of tasks (stores, lookups or loads), until LMCache fetches them.
+    """The outcomes of finished tasks of one kind (stores, lookups or loads), until LMCache fetches them.
 
-    Each outcome is returned once. The eventfd becomes readable when an outcome is added. All methods may be called from
-    any thread. After `close`, new outcomes are dropped.
+    Each outcome is returned once. The eventfd `event_fd` becomes readable when an outcome is added. All methods may be
+    called from any thread. After `close`, new outcomes are dropped.
     """
 
     def __init__(self) -> None:
@@ -60,21 +60,21 @@ class Outcomes(Generic[T]):
 
 
 class Settings(DiskConfig, frozen=True, kw_only=True):
-    """The settings that `adapter_params` may have: the keys of `[disk]`, and *weights*.
+    """The settings in `adapter_params`: the keys of the `[disk]` table of kvtier's configuration, and *weights*.
 
-    *weights* identifies the facts that LMCache's keys lack: the revision of the weights, LoRA adapters, and how an
-    engine lays out its KV cache.
+    *weights* is the operator's name for everything that decides bytes but is not in LMCache's keys: the revision of the
+    weights, LoRA adapters, and how an engine lays out its KV cache.
     """
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
 def settings_of(adapter_params: Mapping[str, object]) -> Settings:
-    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
+    """Parse the settings. Raise ValueError, whose message names the setting, if one is unknown or out of range."""
     return tree_from_dict(Settings, adapter_params, "adapter_params")
 
 
-MAX_OBJECT_BYTES = 1 << 32  # objects are smaller, because their size is the number of their group, which has 4 bytes
+MAX_OBJECT_BYTES = 1 << 32  # objects are smaller, because an object's size is used as its group number of 4 bytes
 NO_MEMORY = memoryview(b"")
 
 
@@ -95,7 +95,7 @@ class Tensors(Protocol):
 
 
 class ObjectMemory(Protocol):
-    """LMCache's memory of one object: bytes of this process that contain tensors."""
+    """LMCache's memory of one object, which contains the object's tensors."""
 
     @property
     def byte_array(self) -> memoryview: ...
@@ -104,7 +104,10 @@ class ObjectMemory(Protocol):
 
 
 class TensorLayouts(Protocol):
-    """LMCache's hint about the layout of a group's objects in a lookup. Empty *shapes* mean that there is no hint."""
+    """The layout of an object group's tensors, which LMCache passes to a lookup as a hint.
+
+    Empty *shapes* mean that there is no hint.
+    """
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]: ...
@@ -113,10 +116,10 @@ class TensorLayouts(Protocol):
 
 
 class ObjectsOnDisk:
-    """The objects on disk, by their keys.
+    """LMCache's objects on disk, by LMCache's keys.
 
-    Each object is a row. All objects of one size form a group of rows, and the group's number is the size in bytes. So
-    a row is only ever read into memory of its own size. All methods may be called from any thread.
+    `DiskBelow` stores each object as a row. The row's group number is the object's size in bytes, so an object is only
+    read into memory of its own size. All methods may be called from any thread.
     """
 
     def __init__(self, disk: DiskBelow) -> None:
@@ -126,7 +129,7 @@ class ObjectsOnDisk:
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
         """Write the objects. Return for each object whether it is on disk.
 
-        LMCache passes keys in the order of their prompt. So an object is assumed to continue the previous one if both
+        LMCache passes keys in the order of the prompt. So an object is assumed to continue the previous one if both
         have the same model, rank, object group, salt and size.
         """
         rows = self._rows(keys, objects)
@@ -143,9 +146,10 @@ class ObjectsOnDisk:
         return self._disk.load(self._rows(keys, objects))
 
     def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[BlockRow | None]:
-        """Return for each key its row, without memory, or None if the object is not on disk.
+        """Return the row of each key's object, or None if the object is not on disk. The rows have no memory.
 
-        *layouts* has LMCache's layout hints by object group. The layouts last stored or loaded are tried as well.
+        *layouts* has LMCache's layout hints by object group. In addition, the layout in which the key's object group
+        was last stored or loaded is tried.
         """
         said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
         found: list[BlockRow | None] = [None] * len(keys)
@@ -164,7 +168,7 @@ class ObjectsOnDisk:
         return found
 
     def touch(self, rows: Sequence[BlockRow]) -> None:
-        """Mark these rows as just used, so that they are evicted later."""
+        """Mark these rows as recently used, so that they are evicted later."""
         self._disk.touch(rows)
 
     def _rows(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> list[BlockRow]:
@@ -174,7 +178,7 @@ class ObjectsOnDisk:
         # Use numpy's view of bytes, because LMCache's view of C's unsigned chars cannot be cast.
         raw = np.frombuffer(memory.byte_array, np.uint8).data
         if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
-            raise ValueError(f"an object has {raw.nbytes} bytes, but must have 1 to {MAX_OBJECT_BYTES - 1} bytes")
+            raise ValueError(f"an object has {raw.nbytes} bytes; kvtier stores 1 to {MAX_OBJECT_BYTES - 1} bytes")
         tensors = memory.metadata
         shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
         layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)

@@ -1,1 +1,1 @@
-"""The disk tier below SGLang's host memory (HiCache). Code that other engines share belongs to `connectors`."""
+"""The disk tier below SGLang's host memory (HiCache). Code that other connectors use too belongs to `connectors`."""

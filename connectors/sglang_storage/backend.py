@@ -1,4 +1,4 @@
-"""`KVTierStorage`: kvtier's disk as the storage backend of SGLang's HiCache."""
+"""`KVTierStorage`: a storage backend for SGLang's HiCache that keeps pages on disk."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,36 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 # Keys of hicache-storage-backend-extra-config that SGLang itself reads.
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
-INDEXED_WAIT_S = 10.0  # max wait for the index of the pages on disk; the rest is indexed during the first prompts
+INDEXED_WAIT_S = 10.0  # max wait until the pages on disk are indexed; the rest is indexed during the first prompts
 CLEAR_TIMEOUT_S = 60.0
 
 
 class StorageSettings(DiskConfig, frozen=True, kw_only=True):
-    """The settings of the storage: the keys of kvtier's `[disk]` table, and *weights*.
+    """The backend's settings: the keys of the `[disk]` table of kvtier's configuration, and *weights*.
 
-    *weights* is a name for the model's weights. By default, it is None and the weights' digest is computed.
+    *weights* is a name for the model's weights, such as a revision. If it is None, a digest of the weights is computed
+    instead.
     """
 
     weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
 
 def settings_of(extra_config: Mapping[str, object]) -> StorageSettings:
-    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
+    """Parse the settings. Raise ValueError, whose message names the setting, if one is unknown or out of range."""
     own = {key: value for key, value in extra_config.items() if key not in _OF_SGLANG}
     return tree_from_dict(StorageSettings, own, "hicache-storage-backend-extra-config")
 
 
 class KVTierStorage(HiCacheStorage):
-    """The storage backend of one rank: it keeps pages of the rank's host pool on disk, and verifies them when loading.
+    """The storage backend of one rank, which keeps pages of the rank's host pool on disk.
 
-    SGLang creates the storage, registers the host pool with it, and calls it from its prefetch and backup threads,
-    which may wait. Disk faults raise no exceptions: a page is then missing or not stored. Registering a pool raises
-    `UnsupportedEngine` if the storage does not support the engine or its pages.
+    SGLang creates the backend, registers the host pool with it, and then calls it from its prefetch and backup threads.
+    Reads and writes block the calling thread. Every page is verified when it is read. Disk faults raise no exceptions:
+    the affected page counts as missing or not stored.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
-        """Check *storage_config*. SGLang's factory passes an empty dict as *kwargs*."""
+        """Check *storage_config*. *kwargs* is ignored; SGLang's factory passes an empty dict."""
         check_config(storage_config)
         self._config = storage_config
         extra_config = storage_config.extra_config or {}
@@ -62,7 +63,7 @@ class KVTierStorage(HiCacheStorage):
         self._version: str | None = None  # SGLang's label of the weights
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the disk for the pages of this pool."""
+        """Open the store for the pages of this pool. Raise `UnsupportedEngine` if the engine is not supported."""
         check_pool(mem_pool_host)
         super().register_mem_pool_host(mem_pool_host)
         self._runs = PageRuns(mem_pool_host)
@@ -82,7 +83,7 @@ class KVTierStorage(HiCacheStorage):
         self._disk.wait_indexed(INDEXED_WAIT_S)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Raise `UnsupportedEngine` for a pool other than that of keys and values."""
+        """Register the pool of keys and values. Raise `UnsupportedEngine` for any other pool."""
         check_pool_name(str(host_pool_name))
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -91,11 +92,14 @@ class KVTierStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return how many of the pages come before the first that is not on disk, without waiting."""
+        """Return the length of the longest prefix of *keys* whose pages are all on disk, without waiting."""
         return 0 if self._disk is None else self._disk.num_held(self._names(keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the pool, up to the first that cannot be read. Return for each page whether it was read."""
+        """Read pages into the host pool. Return for each page whether it was read.
+
+        Reading stops at the first page that cannot be read.
+        """
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -107,7 +111,7 @@ class KVTierStorage(HiCacheStorage):
         return [place < num_read for place in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Write pages of the pool. Return for each page whether it is on disk."""
+        """Write pages of the host pool to disk. Return for each page whether it is on disk."""
         if self._disk is None or self._runs is None:
             return [False] * len(keys)
         runs, pages = self._runs, self._runs.addresses(host_indices)
@@ -126,7 +130,9 @@ class KVTierStorage(HiCacheStorage):
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into *target_locations*, flat tensors of the pages' size, up to the first that cannot be read.
+        """Read pages into *target_locations*, flat tensors of the pages' size.
+
+        Reading stops at the first page that cannot be read.
 
         Returns:
             For each page, its tensor, or None if the page was not read.
@@ -149,13 +155,13 @@ class KVTierStorage(HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write a page from a flat tensor. Return whether the page is on disk."""
+        """Write the page in the flat tensor *value*. Return whether the page is on disk."""
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write pages from flat tensors. Return whether all of them are on disk."""
+        """Write the pages in the flat tensors *values*. Return whether all of the pages are on disk."""
         if self._disk is None or self._runs is None or values is None:
             return False
         pages = [None if value is None else _bytes_of(value) for value in values]
@@ -173,14 +179,17 @@ class KVTierStorage(HiCacheStorage):
         return self._disk is not None and self._disk.clear(CLEAR_TIMEOUT_S)
 
     def get_stats(self) -> None:
-        """Return nothing, because SGLang itself measures pages and bandwidth. `statistics` returns kvtier's counts."""
+        """Return None, because SGLang itself measures pages and bandwidth. `statistics` returns kvtier's counts."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return all counts by name; empty before a pool is registered."""
+        """Return all counts by name. Before a pool is registered, there are none."""
         return {} if self._disk is None else asdict(self._disk.statistics())
 
     def _names(self, keys: Sequence[str]) -> list[BlockName]:
-        """Return the names of pages. Starts a new lineage first if SGLang may have updated its weights."""
+        """Return the names of pages on disk, given SGLang's keys.
+
+        If SGLang may have updated its weights, all names change, so that pages of the old weights are not found.
+        """
         with self._naming:
             version = weights_version()
             if self._threads.any_ended() or version not in (None, self._version):
@@ -189,7 +198,7 @@ class KVTierStorage(HiCacheStorage):
             return [self._lineage.name(name) for name in names_of(keys)]
 
     def _parent(self, extra_info: Any) -> BlockName | None:
-        """Return the name of the page before the first page of a call, or None if SGLang does not provide it."""
+        """Return the name of the prompt's page before the first page of a call, or None if SGLang does not pass it."""
         prefix = getattr(extra_info, "prefix_keys", None)
         return self._names(prefix[-1:])[0] if prefix else None
 

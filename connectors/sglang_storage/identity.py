@@ -1,4 +1,4 @@
-"""The identity of pages: the namespace of a rank's pages, their names, and the rank's own folder."""
+"""The namespace, the names and the folder under which a rank's pages are stored."""
 
 import hashlib
 import json
@@ -18,16 +18,16 @@ SCHEME = 2  # version of names and rows; pages of another scheme are not found
 def namespace_of(
     config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool, server: Mapping[str, object]
 ) -> bytes:
-    """Return a 16-byte digest of everything that decides a page's bytes, apart from SGLang's hash of its tokens.
+    """Return a 16-byte digest of everything that decides a page's bytes, apart from SGLang's own hash of the page.
 
     Args:
         config: SGLang's `HiCacheStorageConfig`.
         pool: SGLang's host pool.
-        runs: Number of bytes of each run of a page, see `PageRuns`.
+        runs: Number of bytes of each contiguous part of a page in memory, see `PageRuns`.
         weights: A digest or name of the model's weights.
-        is_in_place: Whether a row on disk has a page's runs one after the other, as `batch_set_v1` writes them.
-            Otherwise a row has the page as SGLang flattens it, which is what `batch_set` writes.
-        server: The facts that `server_facts` returns.
+        is_in_place: Whether SGLang calls `batch_set_v1`, which copies a page's parts from the pool one after the other.
+            Otherwise SGLang flattens pages itself and calls `batch_set`, so the order of bytes may be different.
+        server: The result of `server_facts`.
     """
     facts = {
         "server": server,
@@ -55,7 +55,7 @@ def namespace_of(
 
 
 def names_of(keys: Sequence[str]) -> list[BlockName]:
-    """Return the names of pages from SGLang's keys, which are chained hashes of tokens, salt and adapter."""
+    """Return the names of pages on disk, given SGLang's keys. A key is a chained hash of tokens, salt and adapter."""
     return [BlockName(hashlib.sha256(b"kvtier sglang page\0" + key.encode()).digest()) for key in keys]
 
 

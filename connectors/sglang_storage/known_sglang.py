@@ -13,7 +13,7 @@ class UnsupportedEngine(ValueError):
 
 
 def check_config(config: Any) -> None:
-    """Raise `UnsupportedEngine` if *config* lacks facts that identify a page, or if the engine is not supported."""
+    """Raise `UnsupportedEngine` if *config* lacks attributes that the backend needs, or combines MLA with tp > 1."""
     _check(config, _FACTS)
     if config.is_mla_model and config.tp_size > 1:
         raise UnsupportedEngine(
@@ -23,12 +23,15 @@ def check_config(config: Any) -> None:
 
 
 def check_pool(pool: Any) -> None:
-    """Raise `UnsupportedEngine` for a host pool that does not provide the addresses of its pages."""
+    """Raise `UnsupportedEngine` if the host pool lacks attributes that describe its pages."""
     _check(pool, _OF_POOLS)
 
 
 def check_pool_name(name: str) -> None:
-    """Raise `UnsupportedEngine` for a pool other than that of keys and values, such as a pool of recurrent states."""
+    """Raise `UnsupportedEngine` unless *name* is that of the pool of keys and values.
+
+    For example, a pool of recurrent states is not supported.
+    """
     if name != KV_POOL:
         raise UnsupportedEngine(
             f'the pool "{name}" is not supported, because kvtier keeps only keys and values of full attention; run '

@@ -1,4 +1,4 @@
-"""The SGLang options that decide the bytes of its KV cache: verdicts on every field of 0.5.23's `ServerArgs`."""
+"""A list of all options of SGLang 0.5.23 (the fields of `ServerArgs`) by whether they decide the KV cache's bytes."""
 
 from kvtier.connectors.judged_options import ClassifiedOptions
 

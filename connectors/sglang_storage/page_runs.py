@@ -1,4 +1,4 @@
-"""The parts of the storage backend that need none of SGLang's classes: its callers' threads, and a page's memory."""
+"""`StorageThreads` and `PageRuns`: the parts of the storage backend that import nothing from SGLang."""
 
 import ctypes
 import threading
@@ -11,19 +11,18 @@ from kvtier.connectors.staged_disk import Rows
 
 
 class StorageThreads:
-    """The threads that call a storage, which are watched to detect resets of SGLang's cache.
+    """A detector of resets of SGLang's cache, which watches the threads that call the storage backend.
 
-    SGLang resets its cache after a weight update, and does not notify the storage. Only a reset makes SGLang end the
-    threads that call the storage and start new ones. So a thread that has ended means that there was a reset.
+    SGLang resets its cache after a weight update, and does not notify the backend. During a reset, and only then, it
+    ends the threads that call the backend and starts new ones. So if one of these threads has ended, there was a reset.
     """
 
     def __init__(self) -> None:
-        """Create an empty record of threads."""
         self._lock = threading.Lock()
         self._seen: set[threading.Thread] = set()
 
     def any_ended(self) -> bool:
-        """Record the calling thread. Return whether an earlier caller's thread has ended since the last call."""
+        """Record the calling thread. Return whether any thread recorded before has ended since the last call."""
         with self._lock:
             ended = {thread for thread in self._seen if not thread.is_alive()}
             self._seen = (self._seen - ended) | {threading.current_thread()}
@@ -31,11 +30,11 @@ class StorageThreads:
 
 
 class PageRuns:
-    """The contiguous runs of the pool's memory that make up each page.
+    """A copier of pages between SGLang's host pool and rows, the buffers that are written to disk and read from it.
 
-    A run has the keys or values of all layers, or of one layer, depending on the pool's layout. A row on disk has the
-    runs of a page one after the other. The memory belongs to the pool, and the caller must make sure that the pool
-    does not reuse a page while it is copied.
+    A page consists of several contiguous runs of bytes in the pool. A run has the keys or the values of one layer or of
+    all layers, depending on the pool's layout. A row has the runs of a page one after the other. The caller must make
+    sure that the pool does not reuse a page while it is copied.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -48,9 +47,9 @@ class PageRuns:
         return sum(self.sizes)
 
     def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
-        """Return the addresses of each page's runs.
+        """Return for each page the addresses of its runs.
 
-        *host_indices* are SGLang's indices in the pool of all tokens of one or more whole pages.
+        *host_indices* has the indices in the pool of all tokens of the pages.
         """
         pointers, _ = self._runs(host_indices)
         step = len(self.sizes)

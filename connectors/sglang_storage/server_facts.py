@@ -1,4 +1,4 @@
-"""The facts of the SGLang server that this process belongs to: options, adapters, scales, version of the weights."""
+"""The configuration of the SGLang server that this process belongs to, as far as it decides the bytes of pages."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvtier.engine.attached.model_files import digest_of_file, weights_digest
 
 
 def server_facts(read: Callable[[str], object]) -> dict[str, object]:
-    """Return, by name, the facts that decide the bytes of pages and are the same for all ranks and pools.
+    """Return the options, quantization scales and adapters that decide the bytes of pages on all ranks, by name.
 
     Args:
         read: Returns the value of one of the server's options, as SGLang has resolved it.
@@ -33,7 +33,7 @@ def option_reader() -> Callable[[str], object]:
     """Return a function that returns the value of a server option, or None if the option does not exist.
 
     Raises:
-        UnsupportedEngine: If this SGLang does not reveal its options.
+        UnsupportedEngine: If the options cannot be read from this version of SGLang.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
@@ -48,7 +48,7 @@ def option_reader() -> Callable[[str], object]:
 
 
 def weights_version() -> str | None:
-    """Return SGLang's label of its current weights, which an update may change, or None if there is none."""
+    """Return SGLang's version label of its current weights, or None if this SGLang has no such label."""
     try:
         from sglang.srt.runtime_context import get_serving
 

@@ -47,16 +47,16 @@ class CacheStatistics:
 
 
 class KVTierCache:
-    """A model's blocks on disk, for `model.generate` in the caller's own process.
+    """A disk cache of one model's KV blocks, for `model.generate` in the caller's own process.
 
     The longest prefix of a prompt that is on disk is loaded and verified before `generate` computes the rest. New full
-    blocks, including those of the answer, are stored afterwards. A disk fault, even a flipped byte, only shortens the
-    prefix; it is counted and never raised. Each call of `prompt` serves one sequence. Several threads may call it at
-    the same time.
+    blocks, including those of the answer, are stored afterwards. A disk fault, even a flipped byte, raises no
+    exception. It is counted, and fewer tokens are loaded. Each call of `prompt` serves one sequence. Several threads
+    may call it at the same time.
     """
 
     def __init__(self, model: PreTrainedModel, layout: RowLayout, disk: StagedDisk) -> None:
-        """Create the cache, see `open`. The cache closes *disk*."""
+        """Create the cache from its parts. Users call `open` instead. `close` also closes *disk*."""
         self._model = model
         self._watch = WeightsWatch(model)
         self._calls = OneCaller("KVTierCache")
@@ -74,8 +74,8 @@ class KVTierCache:
 
         Caches of other models may share the folder, but only one cache may be open at a time. Opening reads all weights
         once, to compute their digest. If the model is changed afterwards, `prompt` raises `ChangedModel`, and the cache
-        must be opened anew. Blocks have *block_size* tokens. *disk* has further keys of kvtier's `[disk]` table, such
-        as capacity="64GiB".
+        must be opened anew. Blocks have *block_size* tokens. *disk* has further keys of the `[disk]` table of kvtier's
+        configuration, such as capacity="64GiB".
 
         Raises:
             UnsupportedModel: If prefixes of this model cannot be reused.
@@ -107,14 +107,14 @@ class KVTierCache:
 
     @contextmanager
     def prompt(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Iterator[PromptCache]:
-        """Yield a cache for `generate(input_ids, past_key_values=...)` that has the prompt's prefix from disk.
+        """Yield a cache that has the prompt's prefix from disk, for `generate(input_ids, past_key_values=...)`.
 
-        *input_ids* is [1, num_tokens], and must be the same for `generate`. Prompts with different *salt* share no
+        *input_ids* has shape [1, num_tokens]. Pass the same ids to `generate`. Prompts with different *salt* share no
         blocks. When the `with` block ends without an exception, the computed blocks are stored.
 
-        Blocks are not stored from the first forward pass on whose keys and values do not depend on the token ids
-        alone. Such a pass has another mask, other positions or `torch.autocast`, or bypasses the model's forward hooks.
-        A warning then gives the reason.
+        Blocks are named by their token ids. So storing stops at the first forward pass whose keys and values depend on
+        more than the token ids, such as another mask, other positions or `torch.autocast`. It also stops at a pass that
+        bypasses the model's forward hooks. A warning then gives the reason.
 
         Raises:
             ChangedModel: If the model was changed since the cache was opened, or is in training mode.
@@ -197,7 +197,7 @@ class KVTierCache:
             raise ChangedModel(f"the model was changed since KVTierCache.open: {change}; open the cache anew")
 
     def _store_named(self, past: PromptCache, chain: BlockChain, token_ids: list[int]) -> tuple[int, int]:
-        """Store the blocks of *token_ids* that are not on disk yet, as `_store` does, unless the model was changed."""
+        """Name the blocks of *token_ids* and `_store` them, unless the model was changed. Return what `_store` does."""
         num_loaded = past.num_loaded_tokens // self._layout.block_size
         if self._calls.is_over or len(token_ids) // self._layout.block_size <= num_loaded:
             return 0, 0
@@ -211,7 +211,11 @@ class KVTierCache:
         return self._store(past, chain)
 
     def _store(self, past: PromptCache, chain: BlockChain) -> tuple[int, int]:
-        """Store the computed full blocks that are not on disk yet. Return how many are stored, and how many are not."""
+        """Store computed full blocks that are not on disk yet.
+
+        Returns:
+            The number of blocks that were stored, and the number of blocks that could not be stored.
+        """
         size = self._layout.block_size
         num_loaded = past.num_loaded_tokens // size
         held = self._disk.are_held(chain.names[num_loaded:])

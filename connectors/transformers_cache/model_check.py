@@ -1,4 +1,4 @@
-"""The check, when a cache is opened, that prefixes of the model can be stored and reused."""
+"""The check that the keys and values of a model's prefixes can be stored and reused, made when a cache is opened."""
 
 import random
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 
 SMALL_BLOCK = 16
-NUM_TOKENS = 20 * LIMIT + 10  # of a miniature's prompt, which goes far beyond the miniature's limits of `LIMIT`
+NUM_TOKENS = 20 * LIMIT + 10  # length of a miniature's prompt, far beyond `LIMIT`, to which its limits are reduced
 SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
 
 
 def checked_layout(model: PreTrainedModel, block_size: int) -> RowLayout:
     """Check that prefixes of the model can be reused in other prompts, and return the layout of the model's blocks.
 
-    The check uses a miniature: a small model of the same class, in which every limit of the configuration is small. The
-    miniature computes prefixes of several lengths, both alone and as part of a long prompt, and the results are
-    compared. So the check detects rotary embeddings that depend on a prompt's length, whatever their name is.
+    The check builds a miniature: a small model of the same class, with small limits, such as the number of positions.
+    The miniature computes prefixes of several lengths, both alone and as part of a long prompt, and the results are
+    compared. This detects all rotary embeddings that depend on a prompt's length.
 
     Raises:
         UnsupportedModel: If a prefix that was computed in another prompt cannot be reused. The message has the reason.
@@ -68,7 +68,7 @@ def _check_miniature(model: PreTrainedModel) -> None:
 
 
 def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache, torch.Tensor]:
-    """Return the model's cache and logits, [num_tokens, vocab]."""
+    """Compute the tokens. Return the model's cache and the logits, [num_tokens, vocab]."""
     cache = PromptCache(model.config)
     return cache, _logits(model, cache, token_ids)
 
@@ -76,9 +76,9 @@ def _computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[PromptCache
 def _resumed(
     model: PreTrainedModel, layout: RowLayout, computed: PromptCache, token_ids: list[int], split: int
 ) -> torch.Tensor:
-    """Return the logits of the tokens from *split* on, computed after a prefix that was written to rows and read back.
+    """Return the logits of the tokens from *split* on, computed after a restored prefix.
 
-    *computed* has the keys and values of the prefix.
+    The keys and values of the prefix are taken from *computed*, written to rows, and read back.
     """
     num_blocks = split // layout.block_size
     rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
@@ -115,7 +115,8 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
 def _max_tokens(model: PreTrainedModel) -> int:
     """Return the maximum number of tokens that the check gives to *model*.
 
-    Learned positions limit it even in a miniature, because a miniature keeps all of the model's learned positions.
+    A maximum position of `LIMIT` or less was reduced by the miniature, and the check exceeds it on purpose. A higher
+    one is respected, because a miniature keeps it only if the model has learned position embeddings.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

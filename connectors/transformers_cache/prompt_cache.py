@@ -35,7 +35,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
         return super().update(key_states, value_states, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `DynamicSlidingWindowLayer`: *tokens_to_remove* is 0 or less."""
+        """Remove the last `-tokens_to_remove` tokens, see `DynamicSlidingWindowLayer`."""
         super().crop(tokens_to_remove)
         if self._pieces:
             self._pieces = [self._joined(0, max(0, self.get_seq_length() - self.first_token))]
@@ -46,7 +46,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
         return self._joined(start - self.first_token, end - self.first_token)
 
     def begin_with(self, prefix: KeysAndValues) -> None:
-        """Add the keys and values of a loaded prefix. They are on disk already, so only the window keeps them."""
+        """Add a loaded prefix. Only keys and values in the window are kept, because the prefix is already on disk."""
         self.update(prefix.keys[None], prefix.values[None])
         self.first_token = self.get_seq_length()
         self._pieces = []
@@ -84,13 +84,13 @@ class PromptCache(DynamicCache):
 
     @property
     def keeping_layers(self) -> list[DynamicLayer]:
-        """Layers that keep keys and values, in order."""
+        """Layers that have keys and values of their own, in order."""
         return [layer for layer in self.layers if isinstance(layer, DynamicLayer)]
 
     def kept(self, start: int, end: int) -> list[KeysAndValues]:
-        """Return the keys and values of tokens *start* to before *end*, for each layer that keeps any.
+        """Return the keys and values of tokens *start* to before *end*, for each of `keeping_layers`.
 
-        The tokens must not be loaded ones, because sliding-window layers do not keep all of these.
+        *start* must not be before the end of the loaded prefix, because sliding-window layers drop parts of the prefix.
         """
         return [_kept(layer, start, end) for layer in self.keeping_layers]
 
@@ -105,7 +105,7 @@ class PromptCache(DynamicCache):
 
 
 def _keeping(layer: Layer) -> Layer:
-    """Return *layer*, or if it is a sliding-window layer, a new layer that keeps all tokens."""
+    """Return *layer* itself, or a new `KeptSlidingLayer` if it is a sliding-window layer."""
     if type(layer) is DynamicSlidingWindowLayer:
         return KeptSlidingLayer(layer.sliding_window)
     if type(layer) in (DynamicLayer, DummyLayer):

@@ -1,4 +1,4 @@
-"""`RowLayout`: the places of each layer's keys and values in a block's row."""
+"""`RowLayout`: the layout of a block's keys and values in a row, the bytes that are stored on disk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class KeysAndValues(NamedTuple):
 class LayerShape:
     """The shape of a layer's keys and values for a token.
 
-    *window* is the number of tokens that the layer sees, 0 for all. Layers with equal windows have equal masks.
+    *window* is the size of the layer's sliding window, or 0 if the layer has full attention.
     """
 
     num_heads: int
@@ -33,17 +33,20 @@ class LayerShape:
 
     @classmethod
     def of(cls, layer: CacheLayerMixin, kept: KeysAndValues) -> "LayerShape":
-        """Return the shape of a layer that has kept some tokens."""
+        """Return the shape of *layer*, given the keys and values of some of its tokens."""
         num_heads, _, key_dim = kept.keys.shape
         window = getattr(layer, "sliding_window", 0)
         return cls(num_heads, key_dim, kept.values.shape[-1], kept.keys.dtype, window)
 
 
 class RowLayout:
-    """The layout of rows: a block's layers in order, keys before values, each [num_heads, block_size, dim]."""
+    """The layout of a row, which holds one block: for each layer in order, its keys and then its values.
+
+    Keys and values are [num_heads, block_size, dim].
+    """
 
     def __init__(self, shapes: Sequence[LayerShape | None], block_size: int) -> None:
-        """Compute the layout from the *shapes* of all layers, in order. A layer that keeps nothing has None."""
+        """Compute the layout. *shapes* has None for a layer without keys and values of its own."""
         self.shapes = list(shapes)
         self.block_size = block_size
         self._spans: list[tuple[int, torch.dtype, tuple[int, int, int]]] = []
@@ -58,7 +61,7 @@ class RowLayout:
 
     @property
     def geometry(self) -> tuple[GroupGeometry, ...]:
-        """Layers grouped by shape, for the namespace."""
+        """The layers grouped by shape, as the cache's `Namespace` contains them."""
         shapes = dict.fromkeys(filter(None, self.shapes))
         return tuple(
             GroupGeometry(
@@ -73,18 +76,19 @@ class RowLayout:
     def write(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
         """Copy whole blocks into *rows*, a CPU tensor of bytes [num_rows, row_bytes].
 
-        *layers* has the keys and values of each layer that keeps any, on any device.
+        *layers* has the blocks' keys and values, on any device. Layers without keys and values of their own are left
+        out.
         """
         for view, tensor in self._views(rows, layers):
             view.copy_(self._by_block(tensor))
 
     def read(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
-        """Copy *rows* into whole blocks; the arguments are like those of `write`."""
+        """Copy *rows* into the blocks' keys and values in *layers*. The arguments are those of `write`."""
         for view, tensor in self._views(rows, layers):
             self._by_block(tensor).copy_(view)
 
     def _by_block(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return [num_heads, num_tokens, dim] as [num_blocks, num_heads, block_size, dim]."""
+        """View a tensor [num_heads, num_tokens, dim] as [num_blocks, num_heads, block_size, dim]."""
         num_heads, num_tokens, dim = tensor.shape
         return tensor.view(num_heads, num_tokens // self.block_size, self.block_size, dim).transpose(0, 1)
 

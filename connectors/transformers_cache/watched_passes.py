@@ -23,7 +23,7 @@ _CACHES = ("cache", "past_key_values")  # names of the cache's argument: the fir
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One forward pass with the cache."""
+    """One forward pass that used the cache."""
 
     start: int  # number of tokens in the cache before the pass
     token_ids: torch.Tensor  # [num_tokens]
@@ -39,11 +39,11 @@ class _Pass:
 
 
 class WatchedPasses:
-    """The forward passes of a model with one cache, watched in the `with` block of this object.
+    """A record of a model's forward passes with one cache. It watches the model while its `with` block runs.
 
-    Each pass is checked before it runs, and the cache's length after it. The sequence is *closed* at the first pass
-    whose keys and values do not depend on the token ids alone, for example because of another mask, other positions or
-    another dtype. Tokens from there on are not stored, and one warning gives the reason.
+    Each pass is checked before it runs, and the cache's length is checked afterwards. The sequence is *closed* at the
+    first pass whose keys and values depend on more than the token ids, such as another mask, other positions or another
+    dtype. Tokens from that pass on are not stored, and one warning gives the reason.
 
     A pass raises ValueError, which ends `generate`, in three cases: its tokens differ from the prompt, it has inputs
     other than tokens, or it would have computed different keys and values for the loaded prefix.
@@ -52,9 +52,9 @@ class WatchedPasses:
     def __init__(
         self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], shapes: list[LayerShape | None]
     ) -> None:
-        """Create a watch of *cache*, which has the loaded prefix of *prompt_ids*, if any.
+        """Create a record of passes with *cache*, which may already have a loaded prefix of *prompt_ids*.
 
-        *shapes* has the shape of each layer's keys and values, or None for a layer that keeps nothing.
+        *shapes* has the shape of each layer's keys and values, or None for a layer without any.
         """
         self._model = model
         self._cache = cache
@@ -68,7 +68,7 @@ class WatchedPasses:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def token_ids(self) -> list[int]:
-        """Return the tokens whose keys and values are in the cache, up to the place where the sequence was closed."""
+        """Return the tokens whose keys and values are in the cache, up to the pass at which the sequence was closed."""
         self._close_at_other_positions()
         if self._running is not None or self._cache.get_seq_length() > self._num_known:
             self._close(min(self._num_known, self._cache.get_seq_length()), "the last pass failed or was not seen")
@@ -136,7 +136,7 @@ class WatchedPasses:
             )
 
     def _entering(self, keys: torch.Tensor, values: torch.Tensor, layer_id: int) -> None:
-        """Check keys and values that are about to enter the cache."""
+        """Check keys and values before a layer adds them to the cache."""
         length, running = self._cache.get_seq_length(), self._running
         if running is None or running.thread != threading.get_ident():
             self._close(min(length, self._num_known), "a pass that KVTierCache did not see added tokens to the cache")
@@ -148,7 +148,7 @@ class WatchedPasses:
             self._close(running.start, "a layer kept a different number of tokens than the pass has")
 
     def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
-        """Return why the keys and values of a pass do not depend on its token ids alone, or None if they do."""
+        """Return why the keys and values of a pass depend on more than its token ids, or None if they do not."""
         if torch.is_autocast_enabled(self._model.device.type):
             return "torch.autocast computes it in another dtype"
         mask = given.get("attention_mask")
@@ -164,11 +164,11 @@ class WatchedPasses:
         return None
 
     def _is_looked_at_later(self, start: int, num_tokens: int) -> bool:
-        """Return whether a pass computes one generated token, whose position is checked at the end of the sequence."""
+        """Return whether a pass computes a single generated token. Its position is checked later, see `_Pass`."""
         return num_tokens == 1 and start >= len(self._prompt_ids)
 
     def _close_or_refuse(self, start: int, why: str) -> None:
-        """Close the sequence at *start*. Raise ValueError if the pass is part of the prompt and a prefix was loaded."""
+        """Close the sequence at *start*. If a prefix was loaded and the pass computes the prompt, raise ValueError."""
         if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
             raise ValueError(
                 f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, but this "
@@ -177,7 +177,7 @@ class WatchedPasses:
         self._close(start, why)
 
     def _close(self, num_tokens: int, why: str) -> None:
-        """Store nothing of the sequence after the first *num_tokens* tokens."""
+        """Close the sequence, so that only its first *num_tokens* tokens are stored."""
         if self._closed_at is None:
             log.warning("KVTierCache stores at most the first %d tokens of this sequence: %s", num_tokens, why)
         self._closed_at = num_tokens if self._closed_at is None else min(num_tokens, self._closed_at)
@@ -218,7 +218,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
-    """Return whether the mask, which hides no padding, equals the mask that the model itself would make."""
+    """Return whether *mask* equals the mask that the model itself would make. The caller has refused padding before."""
     if not isinstance(mask, torch.Tensor):
         return False
     if mask.dim() == 2:

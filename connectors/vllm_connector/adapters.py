@@ -23,7 +23,7 @@ class _Known:
 
 
 class Adapters:
-    """The digests of the adapters in use.
+    """The digests of the LoRA adapters in use, which become part of block names.
 
     An adapter's digest is computed once, at its first use, which is about when vLLM loads the adapter. If the adapter's
     files change later, it is unknown whether vLLM computes with the old or the new weights. So from then on, blocks of
@@ -31,13 +31,13 @@ class Adapters:
     """
 
     def __init__(self, threads: Executor, digest: Callable[[Path], str] = weights_digest) -> None:
-        """Create an object that calls *digest* on *threads*, with an adapter's path."""
+        """Create an object without digests. It calls *digest* with the path of an adapter, on *threads*."""
         self._threads = threads
         self._digest = digest
         self._known: dict[tuple[int, str], _Known] = {}
 
     def is_pending(self, adapter: VllmAdapter) -> bool:
-        """Return whether the adapter's digest is being computed. The first call for an adapter starts this."""
+        """Return whether the adapter's digest is being computed. The first call for an adapter starts to compute it."""
         known = self._of(adapter)
         return known.is_usable and not known.digest.done()
 
@@ -66,7 +66,7 @@ class Adapters:
 
 
 def _stamp(adapter: VllmAdapter) -> Stamp:
-    """Return a value that changes when the adapter's files change. It is empty if there are none, as for a hub id."""
+    """Return a value that changes when the adapter's files change. It is empty if there are no local files."""
     try:
         return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in _files(adapter))
     except OSError:

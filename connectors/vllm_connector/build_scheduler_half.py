@@ -38,8 +38,8 @@ MAX_NAME_CHARACTERS = 256
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings that `kv_connector_extra_config` may have.
 
-    *sidecar* is the path of the sidecar's Unix socket. *deadline_ms* limits how long a request waits for its prefix.
-    *weights* is a name for the model's weights; if it is None, the weights' digest is computed.
+    *sidecar* is the path of the sidecar's Unix socket. *deadline_ms* limits how long a request waits until its prefix
+    is in host memory. *weights* is a name for the model's weights. If it is None, the weights' digest is computed.
     """
 
     sidecar: Annotated[str, msgspec.Meta(min_length=1)]
@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def settings_of(extra_config: Mapping[str, object]) -> Settings:
-    """Return the settings. Raise ValueError, which names the key, if a setting is unknown or out of range."""
+    """Parse the settings. Raise ValueError, whose message names the setting, if one is unknown or out of range."""
     try:
         settings = msgspec.convert(extra_config, Settings)
     except msgspec.ValidationError as error:
@@ -59,10 +59,12 @@ def settings_of(extra_config: Mapping[str, object]) -> Settings:
 def build_scheduler_half(
     vllm_config: Any, kv_cache_config: Any, layouts: Sequence[GroupLayout], settings: Settings
 ) -> SchedulerHalf:
-    """Return the scheduler's half. It attaches to the sidecar now, or later if no sidecar is running yet.
+    """Create the scheduler's half of the connector and attach it to the sidecar.
+
+    If no sidecar is running yet, the half attaches as soon as there is one.
 
     Raises:
-        UnsupportedEngine: If the sidecar refuses this engine, or if the engine's weights cannot be determined.
+        UnsupportedEngine: If the sidecar refuses this engine, or if the weights' digest cannot be computed.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     weights_key = '"weights" in kv_connector_extra_config'
@@ -116,9 +118,9 @@ def build_scheduler_half(
 
 
 def host_slots(block_bytes: int) -> AttachedMemory:
-    """Return the host slots of a group, without vLLM's pages.
+    """Return a group's slots in the sidecar's memory, for use without vLLM's KV cache.
 
-    The scheduler's process only computes the digests of slots. Workers copy the pages.
+    The scheduler's process only computes digests of the slots. Workers copy between the slots and the KV cache.
     """
 
     def make(num_host_slots: int, file: int | None) -> BlockMemory:
@@ -135,5 +137,5 @@ def _version(package: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """Return *name* without unprintable characters and cut to `MAX_NAME_CHARACTERS`, for the sidecar's list."""
+    """Return *name* in a form that the sidecar can display: printable, with at most `MAX_NAME_CHARACTERS`."""
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]

@@ -40,11 +40,11 @@ SOURCES = {  # vLLM has no name for a remote tier
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
-    """A vLLM KV connector that keeps blocks in a sidecar's host memory and disk.
+    """A vLLM KV connector that keeps blocks in the host memory and on the disk of a sidecar process.
 
-    Construction raises ValueError for an engine that cannot be served. `register_kv_caches` raises it for KV caches
-    that cannot be copied. No other hook raises, see `Guard`. vLLM's base class documents the hooks and when vLLM calls
-    them.
+    The constructor raises ValueError for an unsupported configuration of vLLM. `register_kv_caches` raises ValueError
+    for KV caches that cannot be copied. No other method raises: after an error, the connector finds and stores nothing
+    for a minute, see `Guard`. vLLM's base class documents the methods and when vLLM calls them.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -71,7 +71,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler.
 
     def standing(self) -> SidecarStanding:
-        """Return a snapshot of the connection to the sidecar."""
+        """Return the current state of the connection to the sidecar."""
         return self._half.standing()
 
     @property
@@ -169,7 +169,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._work = NOTHING_TO_DO
         return report
 
-    # In both.
+    # In the scheduler and in each worker.
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         if self._scheduler is None:

@@ -16,7 +16,7 @@ from kvtier.connectors.vllm_connector.counts import (
     unstored_name,
 )
 
-REASON = "reason"  # label of the blocks that were not stored
+REASON = "reason"  # label of the metric for blocks that were not stored
 DOCUMENTATION = {
     "host_tokens": "Prompt tokens loaded from host memory.",
     "disk_tokens": "Prompt tokens loaded from disk.",
@@ -30,7 +30,7 @@ DOCUMENTATION = {
 
 
 class ConnectorStats(KVConnectorStats):
-    """The `Counts` of one interval, by name."""
+    """The connector's `Counts` by name, for one interval of vLLM's logs and metrics."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()

@@ -3,8 +3,8 @@
 from dataclasses import astuple, dataclass, field, fields
 from enum import StrEnum
 
-METRIC_PREFIX = "kvtier_vllm_"  # of the counts' names in vLLM's metrics
-UNSTORED = "unstored_blocks"  # the count that has reasons
+METRIC_PREFIX = "kvtier_vllm_"  # of the names of these counts in vLLM's metrics
+UNSTORED = "unstored_blocks"  # the only count that is split by reason
 
 
 class Unstored(StrEnum):
@@ -20,7 +20,7 @@ class Unstored(StrEnum):
 
 @dataclass(slots=True)
 class Counts:
-    """The totals since the last `take`."""
+    """The connector's counts since the last `take`."""
 
     host_tokens: int = 0  # loaded from host memory
     disk_tokens: int = 0  # loaded, and only on disk when the load began
@@ -41,7 +41,7 @@ class Counts:
 
 
 def unstored_name(why: Unstored) -> str:
-    """Return the name of the count of blocks that were not stored for this reason."""
+    """Return the name in `COUNT_NAMES` for blocks that were not stored for this reason."""
     return f"{UNSTORED} {why}"
 
 

@@ -15,21 +15,21 @@ OnTaken = Callable[[range, Sequence[bytes] | None], None]
 
 
 class Digests:
-    """Computation of digests on threads.
+    """A calculator of digests of host slots, on a pool of threads.
 
-    The caller must keep its leases on the slots until its callback is called, which happens on one of the threads.
+    The caller must keep the slots leased until its callback is called, on one of the threads.
     """
 
     def __init__(self, threads: Executor, run: Callable[[Callable[[], None]], None]) -> None:
-        """Create an object that computes on *threads*, and passes each callback to *run*, which must call it.
+        """Create an object that computes digests on *threads*.
 
-        *run* may take a lock first.
+        It does not call callbacks itself, but passes each to *run*, which must call it and may take a lock before.
         """
         self._threads = threads
         self._run = run
 
     def take(self, memory: HostMemory, slots: Sequence[int], on_taken: OnTaken) -> None:
-        """Compute the digests of *slots* in parts, and call *on_taken* once for each part."""
+        """Start to compute the digests of *slots* in parts. *on_taken* is called once for each part."""
         limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))

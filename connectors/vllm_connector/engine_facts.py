@@ -1,4 +1,4 @@
-"""The facts about an engine that decide the bytes of its blocks, in addition to prompts and the shapes of groups."""
+"""The facts about a vLLM engine, such as its weights and options, that decide the bytes of its blocks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from kvtier.engine.attached.model_files import weights_digest
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
-    """Return the facts of this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
+    """Return the facts about this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
 
-    *weights* is a name for the model's weights; if it is None, the weights' digest is computed. *weights_key* is the
-    setting that the message of `UnsupportedEngine` tells the operator to use instead.
+    *weights* is a name for the model's weights. If it is None, the weights' digest is computed. *weights_key* says how
+    an operator sets *weights*, for the error message.
 
     Raises:
-        UnsupportedEngine: If the engine's weights cannot be determined.
+        UnsupportedEngine: If the weights' digest cannot be computed.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
@@ -27,7 +27,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, we
     return {
         **JUDGED.values(lambda path: read_attribute(vllm_config, path)),
         **length_facts(model),
-        "vllm": vllm_version,  # kernels may pack a block's bytes in another order
+        "vllm": vllm_version,  # kernels of another version may lay out a block's bytes in another order
         "weights": weights or _weights(model, weights_key),
         "config": model.hf_config.to_json_string(use_diff=False),
         "hash_tokens": kv_cache_config.hash_block_size,

@@ -14,15 +14,18 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class UnsupportedEngine(ValueError):
-    """The error for an engine that cannot be served, with the reason and the remedy. It is raised only at startup."""
+    """The error for an engine that the connector does not support, with the reason and the remedy.
+
+    It is raised only at startup.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """The layout of one KV cache group.
+    """The layout of the blocks of one of vLLM's KV cache groups.
 
-    A slot holds one block: first the pages of all layers on rank 0, in the order of *layer_names*, then the pages on
-    rank 1, and so on.
+    A host slot holds one block: first the parts (pages) of all layers on rank 0, in the order of *layer_names*, then
+    those on rank 1, and so on.
     """
 
     attention: AttentionGroup
@@ -44,7 +47,8 @@ class GroupLayout:
 def _sliding(spec: Any) -> AttentionGroup:
     if spec.extra_retained_tokens:
         raise UnsupportedEngine(
-            "the connector does not serve sliding-window layers that keep extra tokens for a draft model"
+            "the connector does not serve sliding-window layers that keep extra tokens for a draft model; "
+            "start vLLM without --speculative-config"
         )
     return SlidingWindow(spec.block_size, spec.sliding_window)
 
@@ -65,7 +69,7 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
     """Return the layouts of vLLM's groups, in vLLM's order.
 
     Raises:
-        UnsupportedEngine: If the blocks of a group cannot be found by a prompt's hashes alone.
+        UnsupportedEngine: If a group has layers of an unsupported kind or of several kinds, or if there is no group.
     """
     layouts = []
     for group in kv_cache_config.kv_cache_groups:
@@ -89,7 +93,7 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
 
 
 def namespace_of(facts: Mapping[str, object], groups: Sequence[GroupLayout], specs: Sequence[object]) -> bytes:
-    """Return 16 bytes that are equal only for equal *facts*, *groups* and vLLM's own *specs* of the groups."""
+    """Return an engine's namespace: a 16-byte digest of *facts*, *groups* and vLLM's *specs* of the groups."""
     shapes = [
         [type(group.attention).__name__, repr(group.attention), group.layer_names, group.page_bytes, group.num_ranks]
         for group in groups

@@ -36,7 +36,7 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
             "the connector does not serve speculative decoding; start vLLM without --speculative-config"
         )
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        raise UnsupportedEngine('the connector stores and loads; set "kv_role":"kv_both"')
+        raise UnsupportedEngine('the connector both stores and loads blocks; set "kv_role":"kv_both"')
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise UnsupportedEngine(

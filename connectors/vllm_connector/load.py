@@ -1,4 +1,4 @@
-"""`Load`: the blocks of one prompt's prefix on their way from lower tiers into leased and verified host slots."""
+"""`Load`: the transfer of one prompt's prefix from lower tiers into host memory, where its blocks are verified."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from kvtier.transfer.block_memory import HostMemory
 class _State(IntEnum):
     """The state of one block of a load."""
 
-    COMING = 0
+    COMING = 0  # not in host memory yet
     UNVERIFIED = 1  # leased
     GOOD = 2  # leased, and its bytes match its digest
     LOST = 3  # failed, corrupt or released
@@ -29,7 +29,7 @@ class _State(IntEnum):
 
 @dataclass(slots=True)
 class _Part:
-    """The blocks of one group, starting with the request's block number *first*."""
+    """The blocks of a load that belong to one group. *first* is the index of the first of them in the request."""
 
     first: int
     fetch: Fetch
@@ -54,11 +54,11 @@ class Where:
 
 
 class Load:
-    """A load of the blocks between tokens *start* and *end* that a request needs to continue at *end*.
+    """The transfer into host memory of the blocks that a request needs to continue at token *end*.
 
-    Each block is verified against its digest once it is in its host slot. A verified block stays valid even if the
-    sidecar ends, because its slot is leased and the memory stays mapped. `release` ends all leases. Owned by the
-    scheduler's thread, under the connector's lock.
+    vLLM already has the blocks before token *start*. Each block is leased, and verified against its digest once it is
+    in its host slot. A verified block stays valid even if the sidecar ends, because its slot is leased and the memory
+    stays mapped. `release` ends all leases. Owned by the scheduler's thread, under the connector's lock.
     """
 
     def __init__(self, where: Where, names: RequestNames, tenant: bytes, start: int, end: int) -> None:
@@ -76,7 +76,7 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens after which the request can continue with verified blocks, at least `start`."""
+        """Number of tokens after which the request can continue with the blocks verified so far, at least `start`."""
         return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
 
     def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:
@@ -103,7 +103,7 @@ class Load:
         return {Tier.HOST: end - start - from_disk - from_remote, Tier.DISK: from_disk, Tier.REMOTE: from_remote}
 
     def poll(self) -> None:
-        """Submit the blocks that have arrived for verification."""
+        """Start to verify the blocks that have arrived in host memory."""
         for part in self._parts:
             self._verify(part)
 
@@ -167,7 +167,10 @@ class Load:
             self._where.tiers.forget(part.fetch.group_id, [part.names[place]])
 
     def _first_hole(self, group_id: int, start: int, end: int) -> int:
-        """Return the first block that is not verified, see `FirstHole`. vLLM has the blocks before the load's start."""
+        """Return the first of the blocks *start* to before *end* that is not verified, or *end* if there is none.
+
+        Blocks before the load's start count as verified, because vLLM has them.
+        """
         part, size = self._parts[group_id], self._where.groups[group_id].block_size
         for block in range(max(start, self.start // size), end):
             place = block - part.first

@@ -20,7 +20,7 @@ LOOK_S = 1.0  # max wait of `wait_ended`, after which the thread checks whether 
 
 
 def wait_ended(session: Session) -> bool:
-    """Wait for `LOOK_S` at most until a worker's session has ended. Return whether it has."""
+    """Wait until a worker's session with the sidecar has ended, for `LOOK_S` at most. Return whether it has."""
     session.wait_readable(LOOK_S)
     session.receive()
     return not session.is_open
@@ -39,24 +39,22 @@ class _Mapped:
         return self.session.welcome.boot
 
     def close(self) -> None:
-        """Unmap the segment, and end the session to tell the sidecar so."""
+        """Unmap the segment, then end the session, which tells the sidecar that the worker copies nothing any more."""
         for slab in self.slabs:
             slab.close()
         self.session.close()
 
 
 class MappedSegment:
-    """A worker's mapping of the memory segment of a sidecar process, which contains the slots of each group.
+    """A worker's mapping of the memory segment of a sidecar process, which contains the host slots of each group.
 
-    The scheduler's half of the connector decides which segment is used, see `want`.
+    A thread connects to the sidecar's socket to get the segment's file descriptor, and maps the segment. The connection
+    stays open as long as the mapping, to tell the sidecar that the worker may still copy. The mapping outlives the
+    sidecar.
 
-    A thread attaches to the sidecar's socket to get the segment's file descriptor. The worker keeps this connection
-    while it maps the segment, because an open connection tells the sidecar that the worker may still copy. The mapping
-    outlives the sidecar.
-
-    The thread then waits for the sidecar to end, and maps the memory of the next sidecar as soon as that is running. So
-    the mapping is ready when the scheduler's half, which attaches on its own, wants it in a step. Owned by the worker's
-    thread.
+    When the sidecar ends, the thread maps the segment of the next sidecar as soon as that is running. The worker
+    switches to a new segment only when the scheduler's half of the connector asks for it, see `want`. Owned by the
+    worker's thread.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class MappedSegment:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether a wanted segment is being mapped."""
+        """Whether a segment that was passed to `want` is being mapped."""
         return self._is_mapping.is_set()
 
     def is_ready(self, boot: bytes) -> bool:
@@ -137,8 +135,8 @@ class MappedSegment:
     def _take(self, boot: bytes) -> None:
         """Use the segment that the thread has mapped, if it belongs to the sidecar process *boot*.
 
-        The previous segment is unmapped. This is safe, because the scheduler's half wants another sidecar's memory only
-        once all slots that it leased from the previous sidecar have been copied.
+        The previous segment is unmapped. This is safe, because the scheduler's half asks for another segment only after
+        all copies to and from the previous one have ended.
         """
         with self._lock:
             if self._come is None or self._come.boot != boot:

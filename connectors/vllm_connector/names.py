@@ -10,16 +10,17 @@ NO_ADAPTER = bytes(32)
 
 
 class RequestNames:
-    """The names of one request's blocks, as far as vLLM has computed their hashes.
+    """The names under which one request's blocks are stored. A block without a vLLM hash has no name yet.
 
-    A name combines vLLM's hash with the digest of the adapter's weights, because vLLM hashes only the adapter's name. A
-    block that covers several hashes is named by the last one.
+    A name combines vLLM's hash with the digest of the LoRA adapter's weights, because vLLM hashes only the adapter's
+    name. A block that covers several hashes gets its name from the last one.
     """
 
     def __init__(self, request: VllmRequest, adapter_digest: bytes, hash_tokens: int, lineage: bytes = b"") -> None:
         """Create the names of *request*.
 
-        vLLM has one hash for every *hash_tokens* tokens. *lineage* is the secret of the engine's `WeightsLineage`.
+        vLLM has one hash for every *hash_tokens* tokens. *lineage* is the secret of the engine's `WeightsLineage`. It
+        changes when the weights may have changed.
         """
         self._request = request
         self._hash_tokens = hash_tokens

@@ -1,4 +1,4 @@
-"""The vLLM options that decide the bytes of its KV cache: verdicts on every field of vLLM 0.32's `VllmConfig`."""
+"""A list of all options of vLLM 0.32 (the fields of `VllmConfig`) by whether they decide the KV cache's bytes."""
 
 from typing import Any
 
@@ -301,17 +301,18 @@ JUDGED = ClassifiedOptions(
     },
 )
 
-# Rotary embeddings that do not depend on `max_model_len`. "longrope" uses other factors beyond a certain length.
+# Kinds of rotary embeddings that do not depend on `max_model_len`. "longrope" is not one of them, because it uses other
+# factors beyond a certain length.
 ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "mrope", "proportional", "deepseek_yarn"}
-# Llama 4 scales attention by a temperature beyond a certain length, or if the sampling settings say so. Nemotron Nano
-# VL splits an image into as many tiles as fit into the longest prompt.
+# Models that depend on `max_model_len`. Llama 4 scales attention by a temperature beyond a certain length, or if the
+# generation settings say so. Nemotron Nano VL splits an image into as many tiles as fit into the longest prompt.
 MODELS_BY_LENGTH = ("llama4", "NemotronH_Nano", "nemotron_h_nano")
 
 
 def length_facts(model_config: Any) -> dict[str, object]:
-    """Return `max_model_len` and the sampling settings if the model's results depend on them, else nothing.
+    """Return `max_model_len` and the generation settings if the model's KV cache depends on them, else an empty dict.
 
-    Most models do not depend on them, so their blocks are found with any `max_model_len`.
+    The KV cache of most models does not, so engines with different `max_model_len` share blocks.
     """
     config = model_config.hf_config.to_dict()
     of_model = [each["model_type"] for each in _tables(config) if isinstance(each.get("model_type"), str)]

@@ -1,4 +1,4 @@
-"""`Pages`: vLLM's KV cache on one rank as whole blocks of opaque bytes, which are copied to host slots and back."""
+"""`Pages`: one rank's part of vLLM's KV cache, from which whole blocks are copied to host slots and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,28 +15,28 @@ Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the hos
 
 
 class Pages(Protocol):
-    """The pages of one group on one rank.
+    """One KV cache group on one rank. A page is the rank's part of one block.
 
-    Copies are complete when the methods return. They raise IndexError for a page or slot that does not exist.
+    The methods return when all copies are complete. They raise IndexError for a page or slot that does not exist.
     """
 
     def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
-        """Copy this rank's part of each slot to its page."""
+        """Copy this rank's part of each of *slots* to the page at the same index of *pages*."""
 
     def store(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
-        """Copy each page to this rank's part of its slot."""
+        """Copy each of *pages* to this rank's part of the slot at the same index of *slots*."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's pages, [num_pages, page_bytes] uint8, and the bytes of a slot that belong to the layer."""
+    """One layer's KV cache on this rank."""
 
-    pages: torch.Tensor
-    part: slice
+    pages: torch.Tensor  # [num_pages, page_bytes] uint8
+    part: slice  # the bytes of a host slot that belong to this layer and rank
 
 
 class CpuPages:
-    """Pages in this process's own memory."""
+    """Pages in CPU memory."""
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
         self._layers = layers
@@ -51,7 +51,7 @@ class CpuPages:
     def _pairs(
         self, pages: Sequence[int], slots: Sequence[int], host: Slots
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return each layer's pages, and the matching parts of the slots."""
+        """Return the tensors of all pages and layers, and the parts of slots that correspond to them."""
         rows = torch.from_numpy(host)
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []
@@ -64,9 +64,9 @@ class CpuPages:
 
 
 class DevicePages:
-    """Pages in a device's memory.
+    """Pages in the memory of a device, such as a GPU.
 
-    All pages of a layer are copied between device and host together, on the current stream of the calling thread.
+    All pages of a layer are copied between device and host together, on the calling thread's current stream.
     """
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
@@ -89,7 +89,7 @@ class DevicePages:
 def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: int, rank: int) -> Pages:
     """Return the pages of one group. Raise `UnsupportedEngine` if a page is not contiguous in memory.
 
-    *kv_caches* has vLLM's tensors by layer. The first dimension of each tensor counts pages, or equal parts of pages.
+    *kv_caches* has vLLM's tensors by layer. The first dimension of each tensor is *num_pages* or a multiple of it.
     """
     layers, end = [], rank * layout.rank_bytes
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):

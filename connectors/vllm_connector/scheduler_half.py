@@ -21,7 +21,7 @@ SETTLE_S = 5.0  # max wait for finished copies to be published, before a reset o
 
 
 class Heard(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue of the sidecar's answers."""
+    """A `Finished` queue of the sidecar's answers, which calls a function after each new answer."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         """Create an empty queue. `put` calls *on_put* after it has added an answer."""
@@ -34,17 +34,17 @@ class Heard(queue.SimpleQueue[Transfer]):
 
 
 class SchedulerHalf:
-    """The scheduler's half of the connector, which is kept up to date between vLLM's steps.
+    """The scheduler's half of the connector: a `SchedulerSide`, and threads that process the sidecar's messages.
 
-    vLLM calls hooks only in its steps. Between steps, the sidecar's answers are processed as they arrive. Its messages
-    about blocks are processed a few times a second, so that an idle engine stays attached. All of this runs under the
-    guard's lock.
+    vLLM calls the connector only in its steps. Between steps, the threads process the sidecar's answers as they arrive.
+    They process its messages about blocks a few times a second, so that an idle engine stays attached. All of this runs
+    under the guard's lock.
     """
 
     side: SchedulerSide
 
     def __init__(self) -> None:
-        """Create the half without its `side`, which `attach` sets."""
+        """Create the half without its `side`. Call `attach` before any other method."""
         self.guard = Guard(self._give_up)
         self._has_news = threading.Condition(self.guard.lock)
         self._is_closing = threading.Event()
@@ -65,12 +65,15 @@ class SchedulerHalf:
         self._listener.start()
 
     def standing(self) -> SidecarStanding:
-        """Return a snapshot of the connection to the sidecar."""
+        """Return the current state of the connection to the sidecar."""
         with self.guard.lock:
             return self._tiers.standing()
 
     def wait_told(self, timeout_s: float) -> bool:
-        """Wait until the sidecar, if attached, has announced all of its blocks. Return whether it has."""
+        """Wait until the sidecar has announced all of its blocks. Return whether it has.
+
+        Does not wait while no sidecar is attached.
+        """
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at:
             self.guard.run_always(self._poll, None)
@@ -85,7 +88,7 @@ class SchedulerHalf:
             self.guard.run_always(self._poll, None)
 
     def on_digests(self, tell: Callable[[], None]) -> None:
-        """Call *tell*, which processes digests, under the lock. The thread that computed the digests calls this."""
+        """Call *tell*, which processes digests, under the guard's lock. The thread that computed them calls this."""
 
         def take_in() -> None:
             tell()
@@ -114,16 +117,17 @@ class SchedulerHalf:
         return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
 
     def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
-        """Process the workers' report on a step, if any, and the pages that they reported to vLLM as not loaded."""
+        """Process the workers' *report* on a step, if there is one, and *unloaded*, the pages whose load failed."""
         if unloaded:
             self.side.on_unloaded(unloaded)
         if report is not None:
             self.side.on_report(report)
 
     def reset(self) -> bool:
-        """Begin a new lineage and evict all stored blocks; see `start_new_lineage` and `clear` of `SchedulerSide`.
+        """Evict all stored blocks, and name blocks differently from now on, because the weights may have been updated.
 
-        Waits a few seconds at most for copies in flight.
+        Waits a few seconds at most for blocks that are being stored. See `start_new_lineage` and `clear` of
+        `SchedulerSide`.
         """
         self.side.start_new_lineage()
         self._settle()

@@ -22,12 +22,12 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import HostMemory
 
 MAX_LOADS = 32  # in flight; further requests wait, and their deadline starts when they may load
-OFFER_PAUSE_S = 0.02  # before blocks for which there were too few slots are offered again
+OFFER_PAUSE_S = 0.02  # min time between two attempts to store blocks for which there were too few slots
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A vLLM request, from its first lookup until it ends."""
+    """The connector's state for one vLLM request, from the request's first lookup until it ends."""
 
     request: VllmRequest
     asked_at: float | None = None  # time of the first lookup since the last allocation of pages
@@ -45,9 +45,9 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The blocks of a request's first *num_tokens* tokens, which are in the request's pages once a step has ended.
+    """A request whose first *num_tokens* tokens are computed once the current step has ended.
 
-    *placement* has the pages as they were in that step.
+    The next step stores their blocks. *placement* has the request's pages in the current step.
     """
 
     tracked: TrackedRequest
@@ -58,24 +58,24 @@ class _Computed:
 
 @dataclass(slots=True)
 class _Next:
-    """The loads gathered for the next step."""
+    """The loads that are planned for the next step."""
 
     loads: list[PageCopies] = field(default_factory=list)
-    loaded: list[Load] = field(default_factory=list)
+    loaded: list[Load] = field(default_factory=list)  # those whose slots `loads` copies
     unloadable_pages: list[int] = field(default_factory=list)
 
 
 class SchedulerSide:
-    """The connector's decisions in vLLM's scheduler.
+    """The connector's decisions in vLLM's scheduler about which blocks to load and store.
 
     vLLM looks up each waiting request once per step until the connector reports the length of the hit. The matching
     blocks are leased and verified while vLLM runs other requests, and the hit is reported afterwards. So the blocks of
     a reported hit are in mapped memory and correct, and their load should not fail. If a load fails nevertheless,
     blocks that vLLM computes from the affected pages are not stored.
 
-    The blocks of a step are stored at the start of the next step, when the step's tokens have already gone to their
-    users. Pages that vLLM takes from a request in between still hold the request's bytes, because workers copy the
-    pages before anything is written to them.
+    The blocks that a step computes are stored at the start of the next step, after the step's tokens have been sent to
+    users. If vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The
+    workers copy the pages before anything is written to them.
 
     Owned by the scheduler's thread. Calls from other threads hold the connector's lock.
     """
@@ -253,7 +253,7 @@ class SchedulerSide:
             self._past.clear()
 
     def on_unloaded(self, pages: Collection[int]) -> None:
-        """Make sure that no block is stored that was or will be computed from *pages*, whose load failed."""
+        """Make sure that no block is stored if it was or will be computed from *pages*, whose load failed."""
         placements = [each.placement for each in self._requests.values() if each.placement is not None]
         for placement in self._taint.spread(pages, [*self._past, *placements]):
             self._stores.discard(placement)
@@ -261,8 +261,8 @@ class SchedulerSide:
     def on_finished(self, request: VllmRequest) -> None:
         """Stop tracking a request that has ended or was aborted.
 
-        The blocks of the request's last step are stored with the next step. A block for which there is no slot then is
-        lost, because vLLM has taken its page back.
+        The blocks of the request's last step are stored in the next step. A block for which no slot is free then is
+        never stored, because vLLM has taken its page back.
         """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
@@ -275,10 +275,10 @@ class SchedulerSide:
                 self._end_placement(tracked)
 
     def start_new_lineage(self) -> None:
-        """Give blocks computed from now on names that no earlier block has, because the weights may have changed.
+        """Name all blocks differently from now on, so that no block from before a possible weight update is found.
 
-        vLLM resets its connector after a weight update and gives no other notice, see `WeightsLineage`. Blocks in
-        flight are not published.
+        vLLM resets its connector after a weight update, and gives no other notice, see `WeightsLineage`. Blocks that
+        are being stored are discarded.
         """
         self._lineage.start_new_lineage()
         self._computed.clear()
@@ -299,7 +299,7 @@ class SchedulerSide:
         return not self._tiers.is_attached or self._tiers.clear()
 
     def give_up(self) -> None:
-        """Release all loads that no worker is copying, and count an error."""
+        """Release all loads that no worker is copying, and count an internal error."""
         for tracked in self._requests.values():
             self._drop(tracked)
         self.counts.errors += 1
@@ -323,7 +323,7 @@ class SchedulerSide:
         return tracked
 
     def _begin(self, tracked: TrackedRequest, num_computed: int) -> int | None:
-        """Start to load a hit. Return None if vLLM must look up again, or 0 if there is no hit."""
+        """Start to load the request's hit. Return None if vLLM must look up again, or 0 if there is no hit."""
         if tracked.is_settled:
             return 0
         is_late = self._is_late(tracked)
@@ -373,14 +373,14 @@ class SchedulerSide:
         return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
-        """Return the length in tokens of the longest hit in vLLM's own cache and lower tiers, up to *limit*.
+        """Return the length in tokens of the longest hit in vLLM's own cache and the sidecar's tiers, up to *limit*.
 
-        vLLM's own cache has the first *num_computed* tokens. Returns 0 if no block after these can be looked up.
+        The first *num_computed* tokens are in vLLM's own cache. Returns 0 if no block after them can be looked up.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             size = self._groups[group_id].block_size
-            start = max(start, num_computed // size)  # vLLM has the blocks before
+            start = max(start, num_computed // size)  # vLLM has the earlier blocks
             if start >= end:
                 return end
             return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
@@ -389,7 +389,7 @@ class SchedulerSide:
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
-        """Plan the copies into *pages* of tokens *start* to before *end*, the reported hit, for the next step."""
+        """Plan to copy tokens *start* to before *end*, which were reported as a hit, into *pages* in the next step."""
         load, gathered = tracked.load, self._next
         for group_id, group in enumerate(self._groups):
             size, ids = group.block_size, pages[group_id]
@@ -408,7 +408,10 @@ class SchedulerSide:
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: TrackedRequest, end: int) -> None:
-        """Mark the blocks that the request needs to continue at *end* as just used, the first block last."""
+        """Mark the blocks that the request needs to continue at *end* as recently used, in reverse order.
+
+        So the first block is evicted last.
+        """
         if tracked.names is None:
             return
         for group_id, group in enumerate(self._groups):
@@ -420,7 +423,7 @@ class SchedulerSide:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
-        """Return copies of the blocks that the previous step completed, and of earlier blocks that found no slot."""
+        """Return the copies of blocks that the previous step completed, and of earlier blocks that got no slot."""
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
         why_unstored = self._why_unstored(is_storing)
@@ -463,7 +466,7 @@ class SchedulerSide:
         return None if self.is_mapped else Unstored.UNMAPPED
 
     def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
-        """Update the tainted pages for a step: its tokens may be computed from tainted pages, or replace them."""
+        """Update the tainted pages for the tokens that a step computes, see `Taint`."""
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is None or (placement := tracked.placement) is None:
@@ -478,10 +481,10 @@ class SchedulerSide:
             self._taint.on_computed(placement, start, end)
 
     def _end_placement(self, tracked: TrackedRequest) -> None:
-        """End the request's placement in its pages.
+        """Stop tracking the request's pages, because vLLM takes them back.
 
-        The placement is kept in `_past` while the workers have not reported on steps, because a failed load in one of
-        these steps may still taint it.
+        While the workers have not reported on all steps, the placement is kept in `_past`, because a load that failed
+        in one of these steps may still taint it.
         """
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)

@@ -8,7 +8,7 @@ from kvtier.engine.attached.wire import Hello
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """The copies between pages and host slots of one group, pair by pair."""
+    """Copies between vLLM's pages and host slots of one group: each page and the slot at the same index are a pair."""
 
     group_id: int
     pages: Sequence[int]  # vLLM's block ids
@@ -17,9 +17,10 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The memory of one sidecar process, which contains the slots.
+    """The shared memory of one sidecar process, which contains the host slots.
 
-    *boot* identifies the process. The process serves the memory at the Unix socket *path* to clients that send *hello*.
+    *boot* identifies the process. Workers connect to the Unix socket *path* to map the memory, and identify themselves
+    as parts of the engine that has sent *hello*.
     """
 
     boot: bytes
@@ -31,9 +32,9 @@ class Segment:
 class StepWork:
     """The copies that workers make in one step.
 
-    The slots are in the segment that all workers have reported as mapped. *stores* are blocks of the previous step, and
-    are copied before any page is written. *loads* are copied next, before the step's forward pass. The workers report
-    to vLLM that *unloadable_pages* could not be loaded.
+    The slots are in the segment that all workers have reported as mapped. *stores* copies the previous step's blocks to
+    slots, before any page is written. *loads* copies blocks to pages, before the step's forward pass. The workers
+    report to vLLM that *unloadable_pages* could not be loaded.
     """
 
     number: int
@@ -44,7 +45,7 @@ class StepWork:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the workers report on the step."""
+        """Whether the workers send a `WorkerReport` on the step."""
         return self.wanted is not None or bool(self.loads) or bool(self.stores)
 
 
@@ -59,7 +60,7 @@ class WorkerReport:
     num_workers: int = field(default=1)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
-        """Return both reports, which must be about the same step, as one."""
+        """Return the two reports, which must be about the same step, combined into one."""
         return WorkerReport(
             self.number,
             self.boot if self.boot == other.boot else None,

@@ -1,4 +1,4 @@
-"""`Stores`: blocks that vLLM has computed, on their way into published host slots."""
+"""`Stores`: the transfer of computed blocks from vLLM into the sidecar's host memory."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from kvtier.transfer.block_memory import HostMemory
 
 @dataclass(slots=True)
 class Offer:
-    """The blocks of one request that should be stored.
+    """The names of the blocks of one request that should be stored, and the progress so far.
 
-    *num_offered* is the number of blocks, per group, that need not be offered any more, because they are in lower
-    tiers, in flight, or lost.
+    *num_offered* is the number of blocks, per group, that need no further attempt. They are in lower tiers, in flight,
+    or cannot be stored.
     """
 
     names: RequestNames
@@ -34,15 +34,15 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """A row of consecutive blocks of one request and group, and the host slots that workers copy them to.
+    """Consecutive blocks of one request and group (a row), and the host slots that workers copy them to.
 
-    *slots* and *names* have the last block first.
+    *slots* and *names* are in reverse order: the last block comes first.
     """
 
     offer: Offer
     placement: Placement  # whose pages the workers copy
     group_id: int
-    first: int  # number of the row's first block in its request
+    first: int  # index of the row's first block in its request
     slots: list[int]
     names: list[BlockName]
     parent: BlockName | None
@@ -61,11 +61,11 @@ class _Digested:
 
 
 class Stores:
-    """The stores of all requests of the connector.
+    """The transfer of all requests' computed blocks into the sidecar's host memory.
 
-    The store of a block begins with a reserved slot. At the start of the step after the one that computed the block,
-    workers copy its page into the slot. Then the digest of the slot is computed, and the block is published. No store
-    waits for a slot: a block without a slot is offered again with the next step. Owned by the scheduler's thread, under
+    First, a host slot is reserved for a block. At the start of the step after the one that computed the block, workers
+    copy the block's page into the slot. Then the slot's digest is computed, and the block is published, so that
+    lookups find it. If no slot is free, another attempt is made in a later step. Owned by the scheduler's thread, under
     the connector's lock.
     """
 
@@ -78,10 +78,10 @@ class Stores:
         on_stored: Callable[[int], None],
         on_failed: Callable[[int], None],
     ) -> None:
-        """Create an object without stores.
+        """Create an object that has no blocks to transfer.
 
-        It calls *on_stored* with the number of blocks that were published, and *on_failed* with the number that were
-        lost.
+        It calls *on_stored* with the number of blocks that were published, and *on_failed* with the number of blocks
+        that could not be stored.
         """
         self._tiers = tiers
         self._groups = groups
@@ -95,7 +95,7 @@ class Stores:
 
     @property
     def is_digesting(self) -> bool:
-        """Whether digests of copied blocks are being computed, after which the blocks are published."""
+        """Whether copied blocks wait for their digests before they are published."""
         return bool(self._digesting)
 
     def copies(
@@ -107,10 +107,11 @@ class Stores:
         left: list[int],
         overwritten: Collection[int] = (),
     ) -> list[PageCopies]:
-        """Return this step's copies of pages with a request's first *num_tokens* tokens, as far as slots are free.
+        """Reserve slots for a request's blocks that are not stored yet, and return the copies to make in this step.
 
-        *left* is the number of blocks per group that may still be copied in this step; it is reduced in place.
-        *overwritten* has the pages that no longer hold their blocks' bytes; such blocks are lost.
+        Only blocks of the request's first *num_tokens* tokens are copied. *left* is the number of blocks per group that
+        may still be copied in this step. The method reduces it in place. *overwritten* has the pages that no longer
+        hold their blocks' bytes, so that these blocks cannot be stored.
         """
         copies = []
         for group_id, group in enumerate(self._groups):
@@ -121,17 +122,17 @@ class Stores:
         return copies
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
-        """Return how many blocks of the request's first *num_tokens* tokens have not been offered yet."""
+        """Return how many blocks of the request's first *num_tokens* tokens still have to be stored."""
         return sum(
             max(0, min(num_tokens // group.block_size, offer.names.num_blocks(group.block_size)) - num_offered)
             for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
         )
 
     def discard(self, placement: Placement) -> None:
-        """Discard the copies in flight of blocks that were computed from tainted pages of *placement*.
+        """Discard the blocks in flight of *placement* that were computed from tainted pages.
 
-        The slots of these copies are given back once the workers have done the step. The blocks are offered again when
-        vLLM has computed them anew.
+        Their slots are given back once the workers have done the step. The blocks are stored after vLLM has computed
+        them anew.
         """
         for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
             end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
@@ -140,7 +141,10 @@ class Stores:
                 row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
 
     def on_step_done(self, step: int, has_stored: bool) -> None:
-        """Process a step that the workers have done: compute the digests of its stores, or fail unless *has_stored*."""
+        """Start to compute the digests of the blocks that the workers have copied in a step.
+
+        If *has_stored* is False, the copies failed, and the blocks are given up instead.
+        """
         done = self._copying.pop(step, [])
         self._give_back([row for row in done if row.is_discarded])
         rows = [row for row in done if not row.is_discarded]
@@ -197,8 +201,8 @@ class Stores:
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
         """Compute the digests of one step's rows, then publish all rows together.
 
-        Publishing each row on its own would wake the sidecar, and so threads of this process, more often. Each thread
-        that wakes takes the interpreter's lock from vLLM's current step.
+        To publish each row on its own would wake the sidecar more often, and its answers would wake threads of this
+        process. Each of these threads takes the GIL from vLLM's current step.
         """
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))

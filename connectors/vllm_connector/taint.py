@@ -20,10 +20,11 @@ class Placement:
 
 
 class Taint:
-    """The tainted pages: those that a load did not fill, and those that were computed from tainted pages.
+    """A record of vLLM's tainted pages, which hold wrong bytes, so that their blocks are not stored.
 
-    vLLM computes a request whose load failed again in the same pages, and may share these pages with other requests in
-    the meantime. So a page stays tainted until it is loaded, or computed from good pages only.
+    A page is tainted if its load failed, or if it was computed from tainted pages. After a failed load, vLLM computes
+    the request again in the same pages, and may share these pages with other requests in the meantime. So a page stays
+    tainted until it is loaded, or computed from good pages only.
     """
 
     def __init__(self, groups: Sequence[AttentionGroup]) -> None:
@@ -36,10 +37,10 @@ class Taint:
         return not self._pages
 
     def place(self, pages: Pages, num_cached: int) -> Placement:
-        """Return the placement of a request in its new *pages*.
+        """Return the placement of a request to which vLLM has just allocated *pages*.
 
-        The pages of the first *num_cached* tokens come from vLLM's own cache. The remaining pages will be loaded or
-        computed, so they are not tainted any more.
+        The pages of the first *num_cached* tokens come from vLLM's own cache, and may be tainted. The remaining pages
+        will be loaded or computed, so they are not tainted any more.
         """
         placement = Placement(pages)
         if self._pages:
@@ -49,7 +50,7 @@ class Taint:
         return placement
 
     def on_computed(self, placement: Placement, start: int, end: int) -> None:
-        """Update the tainted pages for a step that computes tokens *start* to before *end* from all earlier ones."""
+        """Update the tainted pages for a step that computes a request's tokens *start* to before *end*."""
         if placement.num_good is not None and placement.num_good < start:
             self._taint_rest(placement)
             return
@@ -59,7 +60,7 @@ class Taint:
                 self._pages.difference_update(ids[: end // size])
 
     def spread(self, unloaded: Iterable[int], placements: Sequence[Placement]) -> list[Placement]:
-        """Taint pages that were not loaded, and pages that were computed from them.
+        """Taint the *unloaded* pages, and all pages of *placements* that were computed from them.
 
         Returns:
             The placements that have fewer good tokens than before.
@@ -90,7 +91,7 @@ class Taint:
         return min(firsts, default=None)
 
     def _taint_rest(self, placement: Placement) -> None:
-        """Taint all pages of the placement from the first tainted page on."""
+        """Taint all pages of the placement after its good tokens."""
         assert placement.num_good is not None
         for size, ids in zip(self._sizes, placement.pages, strict=True):
             self._pages.update(page for page in ids[placement.num_good // size :] if page != NULL_PAGE)

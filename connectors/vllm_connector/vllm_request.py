@@ -40,14 +40,14 @@ class VllmRequest(Protocol):
 
 
 class VllmBlockCopy(Protocol):
-    """vLLM's `KVCacheBlockCopy`: a worker's copy of one page to another, for a block that two requests share partly."""
+    """vLLM's `KVCacheBlockCopy`: a copy of one page to another, made because two requests share only a part of it."""
 
     @property
     def dst_block_id(self) -> int: ...
 
 
 class VllmStep(Protocol):
-    """vLLM's `SchedulerOutput`: the changes that workers make to pages at the start of a step."""
+    """The part of vLLM's `SchedulerOutput` that lists the pages that workers change at the start of a step."""
 
     @property
     def new_block_ids_to_zero(self) -> Sequence[int] | None: ...
@@ -56,9 +56,9 @@ class VllmStep(Protocol):
 
 
 def overwritten_pages(step: VllmStep) -> set[int]:
-    """Return the pages whose old bytes may be lost before a worker's first hook in the step is called.
+    """Return the pages that vLLM may overwrite in a step before it calls the connector in the worker.
 
-    vLLM's newer model runner changes these pages before it calls the hook, the older one afterwards.
+    vLLM's newer model runner overwrites these pages before it calls the connector, the older one afterwards.
     """
     copies = step.kv_cache_block_copies or ()
     return {*(step.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)}

@@ -1,4 +1,4 @@
-"""`WorkerSide`: the connector's half in each of vLLM's workers, which copies pages and decides nothing."""
+"""`WorkerSide`: the part of the connector that runs in each vLLM worker and copies pages as the scheduler decides."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 
 
 class WorkerSide:
-    """The copies of one worker's pages to and from the sidecar's memory.
+    """A copier of pages between one worker's KV cache and the sidecar's shared memory.
 
     Before vLLM computes a step, the worker first stores the blocks of the previous step, then loads the blocks that
-    this step needs. Owned by the worker's thread.
+    this step needs. Only the worker's thread calls the methods.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], rank: int, segment: MappedSegment) -> None:
@@ -26,17 +26,17 @@ class WorkerSide:
         self._stored_step: int | None = None  # the last step whose stores have all been copied
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
-        """Use *kv_caches* from now on. Raise `UnsupportedEngine` if their layout cannot be copied as whole blocks."""
+        """Set vLLM's KV caches. Raise `UnsupportedEngine` if their layout does not allow copying whole blocks."""
         self._pages = [group_pages(layout, kv_caches, num_pages, self._rank) for layout in self._layouts]
 
     def begin(self, work: StepWork) -> None:
-        """Begin a step: start to map the segment that the scheduler's half wants, if any."""
+        """Begin a step: start to map the sidecar's shared memory if the scheduler asks for it."""
         self._unloaded_in_step.clear()
         if work.wanted is not None:
             self._segment.want(work.wanted)
 
     def load(self, work: StepWork) -> None:
-        """Copy the blocks that the step's requests need into their pages."""
+        """Copy the blocks that the step needs from the sidecar's memory into vLLM's pages."""
         missing = self._unloaded_in_step
         missing.update(work.unloadable_pages, *(copies.pages for copies in work.loads))
         try:
@@ -47,18 +47,18 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy the previous step's blocks into their slots. Call before `begin`, and before any page is written."""
+        """Copy the previous step's blocks into the sidecar's memory. Call before `begin`, and before a page changes."""
         for copies in work.stores:
             self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
         self._stored_step = work.number
 
     def pop_failed_pages(self) -> set[int]:
-        """Return the pages whose load failed since the last call. Without an unexpected error there are none."""
+        """Return the pages that could not be loaded since the last call."""
         taken, self._unloaded = self._unloaded, set()
         return taken
 
     def report(self, work: StepWork) -> WorkerReport | None:
-        """Return the outcome of the step's work, or None if the step needs no report."""
+        """Return the outcome of the step's copies for the scheduler, or None if the step needs no report."""
         if not work.is_reported:
             return None
         if work.wanted is not None:

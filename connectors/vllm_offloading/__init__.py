@@ -1,1 +1,1 @@
-"""Extensions of vLLM's own offloading: copies on CPUs, and kvtier's store as its disk tier."""
+"""Extensions of vLLM's own KV offloading: support for vLLM on CPUs, and a disk tier in kvtier's store."""

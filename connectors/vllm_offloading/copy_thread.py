@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended. *num_bytes* is None if the job failed; a part of its bytes may have been copied then."""
+    """A copy job that has ended. *num_bytes* is None if the job failed, possibly after copying some of its bytes."""
 
     job_id: int
     num_bytes: int | None
@@ -21,9 +21,9 @@ class EndedJob:
 
 
 class CopyThread:
-    """A thread that runs jobs in the order of submission, until `close`.
+    """A thread that runs copy jobs in the order of submission, until `close`.
 
-    Owned by vLLM's worker thread. The memory of a job must stay valid until the job has ended.
+    Only vLLM's worker thread calls the methods. The memory that a job copies must stay valid until the job has ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class CopyThread:
         self._thread.start()
 
     def submit(self, job_id: int, copy: Callable[[], int]) -> None:
-        """Queue *copy*, which returns the number of bytes that it copied. Returns at once."""
+        """Queue a job and return at once. The thread calls *copy*, which returns the number of bytes copied."""
         self._pending[job_id] = Event()
         self._jobs.put((job_id, copy, self._pending[job_id]))
 
@@ -46,7 +46,7 @@ class CopyThread:
         return ended
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Wait until these jobs have ended. Jobs that `take_ended` has returned or that are unknown count as ended."""
+        """Wait until these jobs have ended. Ignore jobs that are unknown or that `take_ended` has already returned."""
         for job_id in job_ids:
             if job_id in self._pending:
                 self._pending[job_id].wait()
@@ -62,7 +62,7 @@ class CopyThread:
             began_at, num_bytes = time.monotonic(), None
             try:
                 num_bytes = copy()
-            except Exception:  # a thread's top
+            except Exception:  # a failed job must not end the thread
                 log.exception("kvtier: copies between vLLM's KV cache and its host pool failed")
             self._ended.append(EndedJob(job_id, num_bytes, time.monotonic() - began_at))
             has_ended.set()

@@ -1,4 +1,4 @@
-"""`CpuTieringOffloadingSpec`: vLLM's tiered offloading on a CPU, which vLLM itself does not support."""
+"""`CpuTieringOffloadingSpec`: tiered KV offloading for vLLM on a CPU, which vLLM itself does not support."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from kvtier.connectors.vllm_offloading.known_vllm import check_cpu_spec
 
 
 class CpuTieringOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's own specification of a host pool and its secondary tiers, with `CpuOffloadingWorker` for the copies.
+    """vLLM's specification of tiered offloading, changed to copy blocks with `CpuOffloadingWorker`.
 
-    Construction raises `UnsupportedEngine` for a configuration that the worker cannot copy.
+    The constructor raises `UnsupportedEngine` for a configuration that the worker does not support.
     """
 
     def __init__(self, config: Any) -> None:

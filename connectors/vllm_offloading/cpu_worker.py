@@ -1,4 +1,4 @@
-"""`CpuOffloadingWorker`: the copies between vLLM's KV cache and its host pool if both are in a CPU's memory."""
+"""`CpuOffloadingWorker`: copies blocks between vLLM's KV cache and its host pool, for vLLM on a CPU."""
 
 from functools import partial
 from typing import Any
@@ -12,17 +12,18 @@ from kvtier.connectors.vllm_offloading.page_copies import Ids, Layer, PageCopies
 
 
 class CpuOffloadingWorker(OffloadingWorker):
-    """A worker with one thread for stores and one for loads, so that a load does not wait for stores.
+    """A copier of blocks between vLLM's KV cache and its host pool, both of which are in CPU memory.
 
-    Owned by vLLM's worker. A job fails only if vLLM passes ids that do not exist. vLLM then ends, because the bytes of
-    the job's blocks are unknown.
+    One thread runs the stores and another the loads, so that a load does not wait for stores. Only vLLM's worker calls
+    the methods. A job fails only if vLLM passes ids that do not exist. vLLM then stops, because the contents of the
+    job's blocks are undefined.
     """
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:
         """Start the threads. Raise `UnsupportedEngine` if the KV cache is not in a CPU's memory.
 
-        *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is vLLM's `SharedOffloadRegion`, mapped for this rank. If
-        this constructor succeeds, the worker owns *region*, and `shutdown` cleans it up.
+        *kv_caches* is vLLM's `CanonicalKVCaches`. *region* is the host pool, a `SharedOffloadRegion` of vLLM mapped for
+        this rank. If this constructor succeeds, the worker owns *region*, and `shutdown` cleans it up.
         """
         self._region = region
         tensors = [_tensor(each, pages_per_chunk, region) for each in kv_caches.tensors]
@@ -60,11 +61,11 @@ class CpuOffloadingWorker(OffloadingWorker):
 
 
 def _tensor(cache: Any, pages_per_chunk: int, region: Any) -> Tensor:
-    """Return the tensor of *cache*, vLLM's `CanonicalKVCacheTensor`, together with its part of the host pool."""
+    """Return the tensor of a `CanonicalKVCacheTensor` of vLLM, together with its part of the host pool."""
     if cache.tensor.device.type != "cpu" or cache.tensor.dtype != torch.int8:
         raise UnsupportedEngine(
-            f"kvtier copies only KV caches of int8 in a CPU's memory, not of {cache.tensor.dtype} on "
-            f"{cache.tensor.device}, which vLLM copies itself; "
+            "CpuTieringOffloadingSpec supports only KV cache tensors of int8 in CPU memory, not of "
+            f"{cache.tensor.dtype} on {cache.tensor.device}; "
             'use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
     chunks = region.create_next_worker_view(cache.page_size_bytes * pages_per_chunk)

@@ -20,66 +20,65 @@ OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that do 
 
 
 def check_cpu_spec(spec: Any, region: type, platform: str) -> None:
-    """Raise `UnsupportedEngine` if copies on CPUs do not support this vLLM or its configuration.
+    """Raise `UnsupportedEngine` if `CpuTieringOffloadingSpec` does not support this vLLM or its configuration.
 
-    *spec* is vLLM's `TieringOffloadingSpec`, *region* its class of the host pool's memory.
+    *spec* is vLLM's `TieringOffloadingSpec`. *region* is vLLM's class for the memory of the host pool. *platform* is
+    vLLM's device type, such as "cpu".
     """
     if platform != "cpu":
         raise UnsupportedEngine(
-            f"vLLM copies its KV cache on {platform} itself; "
+            f"CpuTieringOffloadingSpec works only for vLLM on a CPU, but vLLM runs on {platform}; "
             'use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
     missing = [name for name in OF_REGION if name not in signature(region).parameters]
     missing += [name for name in OF_SPEC if not hasattr(spec, name)]
     if missing:
         raise UnsupportedEngine(
-            f"the offloading of this vLLM has no {', '.join(missing)}, which kvtier's copies need; "
-            f"tested versions: {', '.join(TESTED)}"
+            f"kvtier does not support this version of vLLM: its offloading has no {', '.join(missing)}; "
+            f"use one of the tested versions: {', '.join(TESTED)}"
         )
     if spec.config.canonical_layout:
-        raise UnsupportedEngine(
-            "copies on CPUs do not serve canonical_layout; leave it out of kv_connector_extra_config"
-        )
+        raise UnsupportedEngine("canonical_layout is not supported on CPUs; leave it out of kv_connector_extra_config")
     if not spec.num_chunks:
-        raise UnsupportedEngine("cpu_bytes_to_use has no room for one chunk; raise it")
+        raise UnsupportedEngine("cpu_bytes_to_use is too small for one chunk; raise it")
 
 
 def check_tier(base: type, vllm_config: Any) -> None:
-    """Raise `UnsupportedEngine` if the tier does not support this vLLM or its configuration.
+    """Raise `UnsupportedEngine` if `KVTier` does not support this vLLM or its configuration.
 
-    *base* is vLLM's base class of secondary tiers. Configurations in which a block's key does not determine the block's
-    bytes are not supported.
+    *base* is vLLM's base class of secondary tiers. A configuration is unsupported if two blocks with the same key may
+    have different bytes.
     """
     missing = [name for name in OF_TIER if name not in signature(base).parameters]
     if missing:
         raise UnsupportedEngine(
-            f"the secondary tiers of this vLLM have no {', '.join(missing)}, which KVTier needs; "
-            f"tested versions: {', '.join(TESTED)}"
+            f"KVTier does not support this version of vLLM: its secondary tiers have no {', '.join(missing)}; "
+            f"use one of the tested versions: {', '.join(TESTED)}"
         )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise UnsupportedEngine(
-            f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
-            f"use {' or '.join(CRYPTOGRAPHIC)}"
+            f"--prefix-caching-hash-algo {algorithm} is not a cryptographic hash, so a prompt could get blocks of "
+            f"another prompt; use {' or '.join(CRYPTOGRAPHIC)}"
         )
     if vllm_config.lora_config is not None:
         raise UnsupportedEngine(
-            "vLLM does not pass LoRA adapters' weights to a tier, so two adapters with one name would get each other's "
-            "blocks; use KVTierConnector, which knows the weights, or leave --enable-lora out"
+            "KVTier does not support LoRA: it cannot tell apart two adapters with the same name, because vLLM does not "
+            "pass their weights to a tier; use KVTierConnector, or start vLLM without --enable-lora"
         )
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngine(
-            "KVTier does not serve speculative decoding, because a draft model has weights of its own; start vLLM "
-            "without --speculative-config"
+            "KVTier does not support speculative decoding, because it cannot tell which weights the draft model has; "
+            "start vLLM without --speculative-config"
         )
 
 
 def connector_configs() -> tuple[Any, Any]:
     """Return the `VllmConfig` and `KVCacheConfig` of the engine that is creating a tier on this thread.
 
-    vLLM does not pass a tier everything that decides the bytes of its blocks, such as quantization, overrides of the
-    model's configuration, and whether there are adapters. But a function further up the call stack has these two
-    objects, so they are read from that function's local variables.
+    vLLM does not pass to a tier all settings that determine the bytes of a block: for example, quantization, overrides
+    of the model's configuration and the use of LoRA adapters are missing. A function further up the call stack has
+    both objects as local variables, so they are read from there.
 
     Raises:
         UnsupportedEngine: If no function on the call stack has both objects.
@@ -91,24 +90,24 @@ def connector_configs() -> tuple[Any, Any]:
             return found[0], found[1]
         frame = frame.f_back
     raise UnsupportedEngine(
-        "this vLLM creates secondary tiers in a place where KVTier cannot read vLLM's configuration; "
-        f"tested versions: {', '.join(TESTED)}"
+        "KVTier cannot find the configuration of this version of vLLM; "
+        f"use one of the tested versions: {', '.join(TESTED)}"
     )
 
 
 def pool_facts(config: Any) -> dict[str, object]:
-    """Return the facts about how ranks and groups share a row of the host pool.
+    """Return the settings that determine how ranks and groups share a row (one chunk) of the host pool.
 
-    They decide the bytes of a row, in addition to `engine_facts`. *config* is vLLM's `OffloadingConfig`.
+    Together with `engine_facts`, these settings determine the bytes of a row. *config* is vLLM's `OffloadingConfig`.
     """
     return _kept(asdict(config))
 
 
 def end_tokens(req_context: Any) -> Mapping[bytes, int]:
-    """Return the token at which each of the request's blocks ends, by vLLM's key of the block.
+    """Return for each block of the request, by vLLM's key, the token position at which the block ends.
 
-    The result is empty if vLLM does not provide these positions. The request's blocks then have no parents on disk, so
-    they are evicted in the order in which they were stored.
+    The result is empty if vLLM does not provide these positions. The blocks are then stored without parents, so they
+    are evicted in the order in which they were stored.
     """
     known = getattr(req_context, "_offload_key_positions", {})
     return known if isinstance(known, Mapping) else {}

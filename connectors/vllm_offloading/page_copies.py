@@ -1,4 +1,4 @@
-"""`PageCopies`: the jobs of vLLM's offloading on CPUs, as copies of pages between its KV cache and its host pool."""
+"""`PageCopies`: copies of pages between vLLM's KV cache and its host pool, for vLLM on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from kvtier.connectors.page_moves import copy_pages
 
 
 class Ids(Protocol):
-    """The ids in a job, group after group: of chunks of the host pool (vLLM's `CPULoadStoreSpec`), or of pages."""
+    """The ids in a copy job, group after group. For the chunks of the host pool: vLLM's `CPULoadStoreSpec`."""
 
     @property
     def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
 
 
 class PageIds(Ids, Protocol):
-    """The ids of a job's pages in the KV cache, group after group: vLLM's `GPULoadStoreSpec`."""
+    """The ids of a copy job's pages in the KV cache, group after group: vLLM's `GPULoadStoreSpec`."""
 
     @property
     def group_sizes(self) -> Sequence[int]:
@@ -27,7 +27,7 @@ class PageIds(Ids, Protocol):
 
     @property
     def block_indices(self) -> Sequence[int]:
-        """For each group, the index of its first page in the request."""
+        """Index of each group's first page among the pages of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pages of a layer: the first *num_bytes* of each page of the tensor with index *tensor*."""
+    """The place of a layer's KV: the first *num_bytes* bytes of each page in the tensor with index *tensor*."""
 
     tensor: int
     num_bytes: int
 
 
 class PageCopies:
-    """The copies of whole jobs. They have no state other than vLLM's memory, so any thread may run them."""
+    """A copier of pages between vLLM's KV cache and its host pool. Any thread may call the methods."""
 
     def __init__(self, tensors: Sequence[Tensor], groups: Sequence[Sequence[Layer]]) -> None:
-        """Use *tensors*; *groups* has the layers of each KV cache group."""
+        """Create a copier for the KV cache *tensors*. *groups* has the layers of each KV cache group."""
         self._tensors = tensors
         self._groups = groups
         self._pages_per_chunk = tensors[0].chunks.shape[1]
@@ -63,7 +63,7 @@ class PageCopies:
         """Copy the pages of a job to its chunks, and return the number of bytes copied.
 
         Raises:
-            ValueError: If the ids do not match. Nothing is copied then.
+            ValueError: If the job has a wrong number of ids. Nothing is copied then.
             IndexError: If an id does not exist.
         """
         from_pages, to_chunks = self._pairs(pages, chunks)
@@ -71,14 +71,14 @@ class PageCopies:
         return sum(page.nbytes for page in from_pages)
 
     def load(self, pages: PageIds, chunks: Ids) -> int:
-        """Copy the chunks of a job to its pages; otherwise like `store`."""
+        """Copy the chunks of a job to its pages, and return the number of bytes copied. Raises as `store` does."""
         to_pages, from_chunks = self._pairs(pages, chunks)
         copy_pages(to_pages, from_chunks)
         return sum(page.nbytes for page in to_pages)
 
     def _pairs(self, pages: PageIds, chunks: Ids) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the pages of each layer, and the matching parts of the host pool."""
-        # Pages at the start of each group's first chunk that are not in the job.
+        """Return the job's pages in each layer, and for each page the part of the host pool to copy from or to."""
+        # For each group, the number of pages at the start of the first chunk that are not in the job.
         skipped = [first % self._pages_per_chunk for first in pages.block_indices]
         num_chunks = [
             -(-(before + size) // self._pages_per_chunk) if size else 0
@@ -87,7 +87,7 @@ class PageCopies:
         wanted = len(self._groups), sum(pages.group_sizes), sum(num_chunks)
         given = len(pages.group_sizes), len(pages.block_ids), len(chunks.block_ids)
         if wanted != given:
-            raise ValueError(f"a job has {given} ids of groups, pages and chunks, but must have {wanted}")
+            raise ValueError(f"a copy job has {given} ids of groups, pages and chunks, but must have {wanted}")
 
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""`RequestChain`: the keys of a request's blocks, and the block that each of them continues."""
+"""`RequestChain`: the keys of a request's blocks in prompt order, from which each block's parent is found."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -9,19 +9,20 @@ GROUP_BYTES = 4  # size of the group's number, which follows the block's hash in
 
 
 def name_of(key: bytes) -> BlockName:
-    """Return the block's name within its group, from vLLM's key."""
+    """Extract the block's name, which is its hash, from vLLM's key."""
     return BlockName(key[:-GROUP_BYTES])
 
 
 def group_of(key: bytes) -> int:
-    """Return the number of the block's group, from vLLM's key."""
+    """Extract the number of the block's KV cache group from vLLM's key."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class RequestChain:
-    """The keys that vLLM has made so far for one request, by group and in the order of the prompt.
+    """The keys of one request's blocks so far, for each KV cache group in the order of the prompt.
 
-    The order has to be recorded, because vLLM passes the keys of a job in no particular order.
+    The order is recorded here to find the parent of a block, the block before it. The keys in vLLM's jobs have no
+    particular order.
     """
 
     def __init__(self) -> None:
@@ -30,11 +31,11 @@ class RequestChain:
 
     @property
     def groups(self) -> Sequence[Sequence[bytes]]:
-        """Keys of each group."""
+        """Keys of each group, in the order of the prompt."""
         return list(self._groups.values())
 
     def see(self, end_tokens: Mapping[bytes, int]) -> None:
-        """Add the keys that vLLM has made since the last call.
+        """Add the keys of blocks that are new since the last call.
 
         *end_tokens* has all keys of the request so far, oldest first. Keys of a group are in the order of the prompt.
         """

@@ -1,4 +1,4 @@
-"""`RowJobs`: vLLM's jobs on the rows of its host pool, as jobs of the disk below."""
+"""`RowJobs`: vLLM's jobs that store rows of its host pool on disk, and load rows from disk."""
 
 import time
 from collections import deque
@@ -16,27 +16,27 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(frozen=True, slots=True)
 class EndedRows:
-    """A job that has ended. *good* has the keys of the rows that are now on disk or, after a load, in the pool."""
+    """A store or load job that has ended. *good* has the keys of the blocks for which the job succeeded."""
 
     job_id: int
     is_load: bool
     keys: Collection[bytes]
     good: Collection[bytes]
-    parents: Mapping[bytes, bytes | None]  # for a store, the key of the block before each block, by key
+    parents: Mapping[bytes, bytes | None]  # for a store: for each key, the key of the block before it
     took_s: float
 
 
 class RowJobs:
-    """The jobs that store and load rows of vLLM's host pool.
+    """The jobs that copy blocks between vLLM's host pool and the disk.
 
-    A row is one of vLLM's chunks, in any layout, with vLLM's key. Jobs end in any order, on threads of the disk.
-    `take_ended` returns each job once. Owned by vLLM's scheduler.
+    A row is the memory of one block in the host pool, which vLLM calls a chunk. Jobs end in any order, on threads of
+    the disk. `take_ended` returns each job once. Only vLLM's scheduler calls the methods.
     """
 
     def __init__(
         self, disk: DiskBelow, pool: memoryview, row_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Use *pool*, which has the rows' bytes one after the other. `close` releases it."""
+        """Start without jobs. *pool* is the memory of vLLM's host pool, row after row. `close` releases it."""
         self._disk = disk
         self._pool = pool
         self._row_bytes = row_bytes
@@ -53,11 +53,11 @@ class RowJobs:
         return self._disk.holds(self._name(key), group_of(key))
 
     def are_held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each of these blocks, all of one group, whether it is on disk, without waiting."""
+        """Return for each block whether it is on disk, without waiting. The blocks must be of one group."""
         return self._disk.are_held([self._name(key) for key in keys], group_of(keys[0])) if keys else []
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to read the blocks into these rows, and mark the blocks as just used."""
+        """Begin to read blocks from disk into the rows *chunk_ids* of the pool, and mark the blocks as just used."""
         rows = [self._row(key, chunk_id, None) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, True, keys, {}, self._disk.load(rows))
         self._disk.touch(rows)
@@ -65,21 +65,22 @@ class RowJobs:
     def store(
         self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], parents: Mapping[bytes, bytes | None]
     ) -> None:
-        """Begin to write the blocks in these rows, given in prefix order.
+        """Begin to write the blocks in the rows *chunk_ids* of the pool to disk. *keys* are in prefix order.
 
-        *parents* has the key of the block before each block.
+        *parents* has, for each key, the key of the block before it.
         """
         rows = [self._row(key, chunk_id, parents.get(key)) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, False, keys, parents, self._disk.store(rows))
 
     def fail(self, job_id: int, keys: Sequence[bytes], *, is_load: bool) -> None:
-        """End a job that could not be begun, with all of its blocks failed."""
+        """Record that a job could not be started. `take_ended` returns it with all its blocks failed."""
         self._ended.append(EndedRows(job_id, is_load, keys, (), {}, 0.0))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark these blocks as just used, so that they are evicted later. *keys* are of one group, in prefix order.
 
-        Only the last block that is on disk is marked, because blocks are evicted before their parents.
+        It is enough to mark the last block that is on disk, because blocks are evicted before their parents (the blocks
+        before them in the prompt).
         """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
@@ -90,7 +91,7 @@ class RowJobs:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all jobs have ended, so that no row is read or written. Return False on timeout."""
+        """Wait until all jobs have ended, so that no row is in use. Return False on timeout."""
         return self._disk.drain(timeout_s)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`KVTier`: kvtier's disk as a secondary tier of vLLM's offloading, set up by vLLM's configuration alone."""
+"""`KVTier`: a secondary tier for vLLM's own KV offloading, which stores blocks on disk."""
 
 import logging
 from itertools import count
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class KVTier(SecondaryTierManager):
-    """A secondary tier that keeps vLLM's blocks in kvtier's store.
+    """A secondary tier for vLLM's own KV offloading, which keeps blocks in kvtier's store on disk.
 
-    Construction raises ValueError for an engine that cannot be served. After that no hook raises, see `Guard`.
-    vLLM's base class documents the hooks and when vLLM calls them. The index of the disk is in memory, so each lookup
-    is answered at once. Owned by vLLM's scheduler.
+    The constructor raises ValueError for an unsupported configuration of vLLM. No other method raises: after an error,
+    the tier finds and stores nothing for a minute, see `Guard`. vLLM's base class documents the methods and when vLLM
+    calls them. Lookups do not wait, because the disk's index is in memory. Only vLLM's scheduler calls the methods.
     """
 
     medium = Medium.STORAGE
@@ -96,7 +96,9 @@ class KVTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         self._guard.run_always(self._side.start_new_lineage, None)  # only vLLM's `reset_cache` calls `drain_jobs`
         if not self._guard.run_always(self._side.drain, True):
-            log.error("kvtier: the disk did not finish its jobs in time and was closed; restart vLLM to use it again")
+            log.error(
+                "kvtier: the disk did not finish its jobs in time and was closed; restart vLLM to use the disk again"
+            )
 
     def shutdown(self) -> None:
         self._guard.run_always(self._side.close, None)
@@ -123,7 +125,7 @@ class KVTier(SecondaryTierManager):
         return JobResult(job.job_id, is_good, job.good if job.is_load else None, job.took_s, num_bytes)
 
     def _offer_again(self, parent: Any) -> None:
-        """Store blocks that the disk refused when vLLM offered them, if vLLM still has them in host memory."""
+        """Store blocks that the disk refused earlier, if vLLM still has them in its host pool."""
         holes = self._side.take_unstored()
         if not holes:
             return
@@ -142,7 +144,7 @@ class KVTier(SecondaryTierManager):
 
 
 def _chain_of(req_context: Any) -> RequestChain:
-    """Return the up-to-date chain of the request, which is kept in the request's context."""
+    """Return the request's chain of block keys, after adding the newest keys to it."""
     chain: RequestChain | None = req_context.get_state(RequestChain)
     if chain is None:
         chain = RequestChain()

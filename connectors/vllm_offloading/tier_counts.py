@@ -7,7 +7,7 @@ METRIC_PREFIX = "kvtier_tier_"  # of the counts' names in vLLM's metrics
 
 @dataclass(slots=True)
 class TierCounts:
-    """The totals since the last `take`."""
+    """Counts of blocks and errors of `KVTier` since the last `take`."""
 
     loaded_blocks: int = 0
     failed_loads: int = 0  # blocks that a lookup found, but that were missing, corrupt or unreadable when loaded

@@ -12,16 +12,16 @@ from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
 
 MAX_HOLES = 8192  # if there are more, the oldest are forgotten
 MAX_AT_ONCE = 64  # blocks per offer
-PAUSE_S = 1.0  # between two offers, because a disk that has refused a block rests for a while
-TOUCHED_KEYS = 256  # last keys of each group that are looked up at a request's end, to find the last block on disk
+PAUSE_S = 1.0  # pause between two offers, because a disk that refuses a block often refuses more for a while
+TOUCHED_KEYS = 256  # at a request's end, look for its last block on disk among this many last keys of each group
 GAUGES_EVERY_S = 1.0
 
 
 class Holes:
-    """The blocks that the disk did not store, and that are offered to the disk again, a few at a time.
+    """Blocks that the disk refused to store. They are offered to the disk again, a few at a time.
 
     vLLM itself offers a block only once, when the block is new. But vLLM may keep the block in host memory for hours,
-    so it can be stored later. Owned by vLLM's scheduler.
+    so the block can still be stored later. Only vLLM's scheduler calls the methods.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -33,7 +33,7 @@ class Holes:
         return len(self._parents)
 
     def add(self, key: bytes, parent: bytes | None) -> None:
-        """Record that this block was not stored. *parent* is the key of the block before it."""
+        """Record that a block was not stored. *parent* is the key of the block before it in the prompt."""
         if not self._parents:
             self._next_at = self._clock() + PAUSE_S
         self._parents[key] = parent
@@ -45,7 +45,10 @@ class Holes:
         self._parents.clear()
 
     def take(self) -> Mapping[bytes, bytes | None]:
-        """Return the blocks to offer now, each with the key of the block before it; none until the pause is over."""
+        """Remove and return a few blocks to offer again, each with the key of the block before it.
+
+        During the pause between two offers, the result is empty.
+        """
         if not self._parents or self._clock() < self._next_at:
             return {}
         self._next_at = self._clock() + PAUSE_S
@@ -53,7 +56,10 @@ class Holes:
 
 
 class TierSide:
-    """The disk tier below vLLM's host pool. Owned by vLLM's scheduler; only `drain` and `close` wait."""
+    """The disk tier below vLLM's host pool.
+
+    Only vLLM's scheduler calls the methods. Only `drain` and `close` wait for the disk.
+    """
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class TierSide:
         longest_job_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use *pool*, which has the rows' bytes one after the other. `close` releases it.
+        """Create the tier on *disk*. *pool* is the memory of vLLM's host pool, row after row. `close` releases it.
 
         *longest_job_s* is the time within which every job ends, even if the disk hangs.
         """
@@ -81,7 +87,7 @@ class TierSide:
         return self._jobs.holds(key)
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to read blocks into rows of the pool."""
+        """Begin to read blocks from disk into the rows *chunk_ids* of the pool."""
         self._jobs.load(job_id, keys, chunk_ids)
 
     def store(
@@ -92,15 +98,16 @@ class TierSide:
         parents: Mapping[bytes, bytes | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
-        """Begin to write blocks from rows of the pool, in the order of the prompt.
+        """Begin to write the blocks in the rows *chunk_ids* of the pool to disk, in the order of the prompt.
 
-        *parents* has the key of the block before each block, *end_tokens* the token at which each block ends.
+        *parents* has, for each key, the key of the block before it. *end_tokens* has the position at which each block
+        ends in the prompt.
         """
         both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
         self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
 
     def fail(self, job_id: int, keys: Sequence[bytes], *, is_load: bool) -> None:
-        """End a job that could not be begun."""
+        """Record that a job could not be started. `take_ended` returns it with all its blocks failed."""
         self._jobs.fail(job_id, keys, is_load=is_load)
 
     def take_ended(self) -> list[EndedRows]:
@@ -129,7 +136,7 @@ class TierSide:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 
     def take_unstored(self) -> Mapping[bytes, bytes | None]:
-        """Return the blocks to offer to the disk again now, each with the key of the block before it."""
+        """Return a few blocks to offer to the disk again, each with the key of the block before it."""
         holes = self._holes.take()
         absent = set[bytes]()
         for _, group in groupby(sorted(holes, key=group_of), group_of):
@@ -138,12 +145,12 @@ class TierSide:
         return {key: parent for key, parent in holes.items() if key in absent}
 
     def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
-        """Keep these blocks for another offer."""
+        """Take back blocks from `take_unstored` that cannot be offered now, to offer them later."""
         for key, parent in holes.items():
             self._holes.add(key, parent)
 
     def gauges(self) -> dict[str, int]:
-        """Return the disk's figures by the names of `GAUGES`; empty if they were returned within the last second."""
+        """Return the values of the metrics in `GAUGES`, at most once per second; otherwise return an empty dict."""
         if self._clock() < self._gauges_at + GAUGES_EVERY_S:
             return {}
         self._gauges_at = self._clock()
@@ -151,15 +158,15 @@ class TierSide:
         return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
 
     def start_new_lineage(self) -> None:
-        """Stop finding blocks stored so far, because the weights may have changed.
+        """Stop finding the blocks stored so far, because the engine's weights may have changed: see `WeightsLineage`.
 
-        vLLM resets its cache after a weight update, and drains its tiers only for a reset.
+        vLLM resets its cache after a weight update, and drains its tiers only when it resets its cache.
         """
         self._jobs.start_new_lineage()
         self._holes.clear()
 
     def drain(self) -> bool:
-        """Wait until no row is read or written.
+        """Wait until all jobs have ended, so that no row is in use.
 
         Returns:
             False if this takes longer than *longest_job_s*. The disk is then closed, and lookups find no block.
@@ -170,7 +177,7 @@ class TierSide:
         return False
 
     def close(self) -> None:
-        """End all jobs, and release the pool."""
+        """End all jobs, close the disk, and release the pool's memory."""
         self._jobs.close()
 
     def _count_corrupt(self) -> None:

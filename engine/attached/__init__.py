@@ -1,1 +1,1 @@
-"""Tiers below the device in a sidecar process: how an engine attaches to them and uses them."""
+"""An engine's side of a sidecar: the connection to the sidecar process, and the use of its host memory and disk."""

@@ -1,4 +1,4 @@
-"""Fetches of blocks into a sidecar's host memory."""
+"""An engine's requests for blocks in a sidecar's host memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,10 +27,10 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class AttachedFetch:
-    """A fetch of blocks into a sidecar's host memory, and the leases on them; implements `lower_tiers.Fetch`.
+    """A request for blocks in a sidecar's host memory, and the leases on them; implements `lower_tiers.Fetch`.
 
-    A place is the index of a block in the fetch. The lease on a block is known here once the sidecar has answered.
-    Owned by the tiers' thread.
+    The sidecar reads the blocks from colder tiers if necessary. A block has arrived when the sidecar has answered that
+    the block is leased. A *place* is the index of a block in the fetch. Owned by the engine's thread.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AttachedFetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any block has neither arrived nor failed nor been released."""
+        """Whether any block is still expected: it has not arrived, failed or been released."""
         return bool(self._is_open.any())
 
     @property
@@ -70,11 +70,11 @@ class AttachedFetch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the fetch leases nothing and waits for nothing."""
+        """Whether the fetch has no leases and expects no further blocks."""
         return not self.is_waiting and not self.num_leased
 
     def on_come(self, places: Ids, slots: Ids, digests: bytes, owners: OwnerNumbers) -> None:
-        """Record that the blocks at *places* are leased in *slots*, except blocks released in the meantime."""
+        """Record that the sidecar has leased the blocks at *places*. Ignore blocks that were released meanwhile."""
         is_wanted = self._is_open[places]
         for place, number in zip(places[is_wanted].tolist(), np.flatnonzero(is_wanted).tolist(), strict=True):
             digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -88,19 +88,19 @@ class AttachedFetch:
                 self._on_fetched(self, place, None)
 
     def on_failed(self, place: int, reason: Reason) -> None:
-        """Record that a block will never arrive."""
+        """Record that the block at *place* will never arrive."""
         if self._is_open[place]:
             self._is_open[place] = False
             self.failures[place] = reason
             self._on_fetched(self, place, reason)
 
     def fail(self, reason: Reason) -> None:
-        """Fail every block that is still waited for."""
+        """Fail every block that is still expected."""
         for place in np.flatnonzero(self._is_open).tolist():
             self.on_failed(place, reason)
 
     def waiting_places(self) -> Ids:
-        """Return the places of the blocks that are still waited for."""
+        """Return the places of the blocks that are still expected."""
         return np.flatnonzero(self._is_open)
 
     def digest(self, place: int) -> bytes:
@@ -123,7 +123,7 @@ class AttachedFetch:
 
 
 class AttachedFetches:
-    """All fetches of an engine from its sidecar. Owned by the tiers' thread."""
+    """All fetches of an engine from its sidecar. Owned by the engine's thread."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         """Start without fetches; *send* sends a message to the sidecar."""
@@ -135,12 +135,12 @@ class AttachedFetches:
 
     @property
     def is_any_waiting(self) -> bool:
-        """Whether any block of any fetch is still waited for."""
+        """Whether any fetch still expects a block."""
         return any(fetch.is_waiting for fetch in self._fetches.values())
 
     @property
     def has_left_over(self) -> bool:
-        """Whether fetches of the previous session still hold leases."""
+        """Whether fetches of the previous session, whose connection has ended, still hold leases."""
         return bool(self._left)
 
     def begin(
@@ -151,7 +151,7 @@ class AttachedFetches:
         priority: ReadPriority,
         is_attached: bool,
     ) -> AttachedFetch:
-        """Request blocks, see `LowerTiers.fetch`; unless *is_attached*, the fetch fails in the next poll."""
+        """Begin a fetch, see `LowerTiers.fetch`. If *is_attached* is False, the fetch fails in the next poll."""
         number, self._next_number = self._next_number, self._next_number + 1
         fetch = AttachedFetch(number, group_id, len(blocks.names), on_fetched, self._on_released, self._on_late)
         if not is_attached:
@@ -164,7 +164,7 @@ class AttachedFetches:
         return fetch
 
     def on_fetched(self, message: Fetched, num_host_slots: Sequence[int]) -> None:
-        """Process an answer. *num_host_slots* is the number of the sidecar's host slots, by group.
+        """Process the sidecar's answer to a fetch. *num_host_slots* has the sidecar's host slots, by group.
 
         Raises:
             Malformed: If the answer is invalid.
@@ -176,9 +176,9 @@ class AttachedFetches:
         slots = numbers_in(message.slots, num_host_slots[fetch.group_id])
         owners = owners_in(message.owners, len(places))
         if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
-            raise Malformed("the place of a failure is outside the fetch")
+            raise Malformed("a failed block has an index outside its fetch")
         if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
-            raise Malformed("blocks of a fetch lack slots or digests")
+            raise Malformed("a fetched block has no slot or no digest")
         fetch.on_come(places, slots, message.digests, owners)
         for place, reason in message.failures:
             fetch.on_failed(place, reason)
@@ -186,7 +186,7 @@ class AttachedFetches:
             self._fetches.pop(fetch.number, None)
 
     def fail_waiting(self, reason: Reason) -> None:
-        """Fail all blocks that are still waited for, and tell the sidecar that they are not needed any more."""
+        """Fail all blocks that are still expected, and tell the sidecar that they are not needed any more."""
         for fetch in list(self._fetches.values()):
             if len(places := fetch.waiting_places()):
                 self._send(Release(fetch.number, packed(places)))
@@ -195,7 +195,7 @@ class AttachedFetches:
                 self._fetches.pop(fetch.number, None)
 
     def fail_dead(self) -> None:
-        """Fail the fetches that were begun without a sidecar."""
+        """Fail the fetches that were begun while no sidecar was attached."""
         dead, self._dead = self._dead, []
         for fetch in dead:
             fetch.fail(Reason.FAILED)
@@ -206,14 +206,17 @@ class AttachedFetches:
             fetch.release(range(len(fetch.slots)))
 
     def end(self) -> list[AttachedFetch]:
-        """End the session, and return its fetches, which the caller must fail. Their leases stay until released."""
+        """Return the fetches of a session that has ended. The caller must fail them.
+
+        Their leases last until they are released.
+        """
         fetches = list(self._fetches.values())
         self._fetches.clear()
         self._left.update(fetch for fetch in fetches if fetch.num_leased)
         return fetches
 
     def check(self) -> None:
-        """Raise AssertionError if the list of unfinished fetches has a wrong entry."""
+        """Raise AssertionError if the table of unfinished fetches has a wrong entry."""
         for number, fetch in self._fetches.items():
             assert number == fetch.number, "a fetch is kept under another number"
             assert not fetch.is_over, "a fetch that is over is kept"

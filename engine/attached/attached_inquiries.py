@@ -11,7 +11,7 @@ INQUIRY_S = 0.3  # timeout of a sidecar's answer; the sidecar itself gives up mu
 
 
 class AttachedInquiry:
-    """A lookup that a sidecar answers; implements `Inquiry`."""
+    """A lookup in a sidecar's remote tier; implements `Inquiry`."""
 
     def __init__(self, group_id: int, until: float) -> None:
         self.group_id = group_id
@@ -20,7 +20,10 @@ class AttachedInquiry:
 
 
 class AttachedInquiries:
-    """The lookups that wait for a sidecar's answer. Answers are added to *presence*. Owned by the tiers' thread."""
+    """The lookups that wait for a sidecar's answer. Blocks that were found are added to *presence*.
+
+    Owned by the engine's thread.
+    """
 
     def __init__(self, presence: RemoteHints, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:
         self._presence = presence
@@ -33,7 +36,7 @@ class AttachedInquiries:
         return len(self._waiting)
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Query the sidecar for the blocks of *names*, see `LowerHints.inquire`."""
+        """Ask the sidecar which of the blocks *names* its remote tier has, see `LowerHints.inquire`."""
         names = names[self._presence.num_held(group_id, names) :][:MAX_BLOCKS]
         if not names:
             return NOTHING_TO_ASK

@@ -1,4 +1,4 @@
-"""Attachment: a thread that attaches an engine to its sidecar, and again after the sidecar was gone."""
+"""Attachment: a thread that connects an engine to its sidecar, and reconnects when the sidecar has restarted."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ REFUSED_PAUSE_S = 10.0  # after a refusal, which lasts until an operator interve
 
 
 class PreparedSlots(Protocol):
-    """Host slots that are mapped but not in use yet."""
+    """Host slots in a sidecar's shared memory that are mapped but not used yet."""
 
     def close(self) -> None:
         """Unmap the slots."""
@@ -29,27 +29,27 @@ Prepared = TypeVar("Prepared", bound=PreparedSlots)
 
 
 class AttachableMemory(Protocol[Prepared]):
-    """The memory of one attention group, with host slots in the sidecar's shared memory; see `AttachedMemory`."""
+    """The KV memory of one attention group, with host slots in a sidecar's shared memory; see `AttachedMemory`."""
 
     block_bytes: int
 
     def prepare(self, file: int, num_bytes: int) -> Prepared:
-        """Map the sidecar's shared memory, the first *num_bytes* of the descriptor *file*. Any thread may call this.
+        """Map *num_bytes* bytes of shared memory, whose file descriptor is *file*. Any thread may call this.
 
         Raises:
             OSError: If the memory cannot be mapped.
         """
 
     def attach(self, prepared: Prepared) -> None:
-        """Use the prepared host slots."""
+        """Start to use the prepared host slots."""
 
     def detach(self) -> None:
-        """Stop using the host slots, none of which may be leased."""
+        """Stop using the host slots. None of them may be leased."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached(Generic[Prepared]):
-    """A new session, and the host slots of each group in the sidecar's shared memory."""
+    """A new session (connection to the sidecar), and the mapped host slots of each attention group."""
 
     session: Session
     hosts: Sequence[Prepared]
@@ -62,13 +62,14 @@ class Attached(Generic[Prepared]):
 
 
 class Attachment(Generic[Prepared]):
-    """A thread that attaches to the sidecar, because mapping and pinning its shared memory take seconds.
+    """A thread that connects to the sidecar and maps and pins its shared memory, which takes seconds.
 
-    The owner gets the session with `take`, uses it, closes it when it has ended, and calls `attach_again`.
+    The owner gets the new session with `take`. When the session has ended, the owner closes it and calls
+    `attach_again`.
     """
 
     def __init__(self, path: str, hello: Hello, memories: Sequence[AttachableMemory[Prepared]]) -> None:
-        """Start to attach.
+        """Start to attach to the sidecar.
 
         *path* is the sidecar's Unix socket. *hello* describes this engine to the sidecar. *memories* has one memory for
         each attention group.
@@ -91,18 +92,18 @@ class Attachment(Generic[Prepared]):
         return self._why_refused
 
     def wait_tried(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* seconds for the end of the first attempt, and return whether it has ended."""
+        """Wait up to *timeout_s* seconds until the first attempt has succeeded or failed. Return False on timeout."""
         return self._has_tried.wait(timeout_s)
 
     def take(self) -> Attached[Prepared] | None:
-        """Return a new session if one is ready, each session only once; otherwise None."""
+        """Return the new session if one is ready, otherwise None. Each session is returned once."""
         try:
             return self._ready.get_nowait()
         except Empty:
             return None
 
     def attach_again(self) -> None:
-        """Start to attach again."""
+        """Start to attach again, after the previous session has ended."""
         self._is_wanted.set()
 
     def close(self) -> None:
@@ -125,7 +126,6 @@ class Attachment(Generic[Prepared]):
             self._has_tried.set()
 
     def _try(self) -> bool:
-        """Attach once and return whether that succeeded."""
         try:
             with ExitStack() as undo:
                 session = open_session(self.path, self._hello)
@@ -139,14 +139,14 @@ class Attachment(Generic[Prepared]):
         except AttachRefused as error:
             # A refusal of the first attempt is not logged, because the caller that waits for the attempt reports it.
             if str(error) != self._why_refused and self._has_tried.is_set():
-                log.warning("sidecar: %s; serving without it", error)
+                log.warning("sidecar: it refuses this engine (%s); serving without it", error)
             self._why_refused = str(error)
             return False
         except OSError as error:
             if not self._has_tried.is_set():
                 log.warning("sidecar: no answer at %s (%s); serving without it until it answers", self.path, error)
             return False
-        except Exception:  # the top of a thread: a device's driver may refuse the memory
+        except Exception:  # must not end the thread: a device's driver may refuse the memory
             log.exception("sidecar: the shared memory of %s cannot be used; serving without it", self.path)
             return False
         self._why_refused = ""

@@ -27,14 +27,14 @@ class SidecarStanding:
 
 
 class Silence:
-    """A watchdog for a sidecar that owes an answer: measures how long the sidecar has sent nothing.
+    """A watchdog that detects a sidecar that hangs: one that owes an answer and sends nothing, not even to a ping.
 
-    Only time in which the engine listened counts. The sidecar's disk may take long to answer, but its thread answers a
-    ping at once. Owned by the tiers' thread.
+    A busy disk does not make the sidecar silent, because the thread that answers pings never waits for the disk. Only
+    time in which the engine listened is counted as silence. Owned by the engine's thread.
     """
 
     def __init__(self, ask: Callable[[], None], clock: Callable[[], float]) -> None:
-        """Start without silence; *ask* is called to ping the sidecar."""
+        """Start with no silence. *ask* is called to ping the sidecar."""
         self._ask = ask
         self._clock = clock
         self._looked_at = clock()
@@ -52,7 +52,7 @@ class Silence:
         self._is_asked = False
 
     def look(self, is_waited_for: bool) -> bool:
-        """Count the time since the last call, and return True if the sidecar became lost with this call.
+        """Update the duration of the silence, and ping a silent sidecar. Return True if it has just become lost.
 
         *is_waited_for* says whether the sidecar owes an answer.
         """
@@ -72,8 +72,9 @@ class Silence:
 class SidecarLink:
     """An engine's connection to its sidecar: at most one session at a time. Owned by the engine's thread.
 
-    The shared memory of a sidecar that is gone stays mapped until all leases on it are released, because copies may be
-    in flight. Then the engine attaches to the next sidecar. A silent sidecar is not used until it sends something.
+    When the sidecar is gone, its shared memory stays mapped until all leases on it are released, because copies may be
+    in flight. Only then does the engine attach to the restarted sidecar. A silent sidecar is not used until it sends
+    something.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class SidecarLink:
         memories: Sequence[AttachableMemory[Any]],
         clock: Callable[[], float],
     ) -> None:
-        """Take ownership of *attachment*. *memories*, one for each group, are those that *attachment* was made with."""
+        """Take ownership of *attachment*. *memories*, one for each group, are the same as in *attachment*."""
         self.session: Session | None = None
-        self.boot: bytes | None = None  # id of the process whose slots are mapped, kept while any of them is leased
+        self.boot: bytes | None = None  # id of the sidecar process whose slots are mapped
         self.silence = Silence(lambda: self.send(Ping()), clock)
         self._attachment = attachment
         self._memories = memories
@@ -105,17 +106,17 @@ class SidecarLink:
         return SidecarStanding(self._attachment.path, self.is_attached, self._num_attached, attached_s)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does nothing without a sidecar."""
+        """Send a message. Do nothing if there is no session."""
         if self.session is not None:
             self.session.send(message)
 
     def send_hint(self, message: FromEngine) -> None:
-        """Send a message that may be lost."""
+        """Send a message that is dropped if the sidecar is slow to read."""
         if self.session is not None:
             self.session.send_hint(message)
 
     def attach(self, is_released: bool) -> Welcome | None:
-        """Begin to use a new session if one is ready, and return its welcome; otherwise return None.
+        """Start to use a new session if one is ready, and return its `Welcome` message; otherwise return None.
 
         *is_released* says whether the caller has released all slots of the previous sidecar.
         """
@@ -138,10 +139,12 @@ class SidecarLink:
         return ready.session.welcome
 
     def receive(self, until: float, on_message: Callable[[FromSidecar], None]) -> bool:
-        """Process the sidecar's messages until the time *until*, but at least one. The rest stay queued.
+        """Call *on_message* for each received message until the time *until*, but at least for one.
+
+        The remaining messages stay queued.
 
         Returns:
-            False if the session has ended and all its messages are processed; then call `end`.
+            False if the session has ended and all its messages are processed. The caller must then call `end`.
         """
         session = self.session
         if session is None:
@@ -157,21 +160,21 @@ class SidecarLink:
                 on_message(message)
                 if self._clock() > until:
                     break
-        except Malformed as error:  # a sidecar of this version does not send such a message
+        except Malformed as error:  # a correct sidecar of this version sends no invalid messages
             log.warning("sidecar: %s sent an invalid message (%s); disconnecting", self._attachment.path, error)
             session.disconnect()
-            num_taken = len(self._come)  # its remaining messages are discarded
+            num_taken = len(self._come)  # discard the remaining messages
         del self._come[:num_taken]
         return session.is_open or bool(self._come)
 
     def end(self) -> None:
-        """Stop using the session; its leased slots stay mapped."""
+        """Stop using the session. Its slots stay mapped until their leases are released."""
         assert self.session is not None, "there is no session to end"
         self.session.disconnect()
         self.session, self._ended = None, self.session
 
     def check(self) -> None:
-        """Raise AssertionError if two sidecars are in use."""
+        """Raise AssertionError if two sessions are in use."""
         assert self.session is None or self._ended is None, "attached before the previous sidecar was released"
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ class SidecarLink:
         self._attachment.close()
 
     def close_while_copying(self) -> None:
-        """Stop using the sidecar although copies hang. Leased slots return to the sidecar when this process ends."""
+        """Stop using the sidecar while copies hang. Leased slots return to the sidecar when this process ends."""
         for session in self._sessions():
             session.leave_open()
         self._attachment.close()

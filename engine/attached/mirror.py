@@ -18,10 +18,10 @@ NAMES_AT_ONCE = 4096  # blocks of a lost sidecar that are reported as removed pe
 
 
 class Mirror:
-    """The sidecar's index as of its last message, so possibly outdated by a moment.
+    """An engine's copy of its sidecar's index, as of the sidecar's last message. It may be slightly outdated.
 
-    `pop_lost` reports each block that has left both host memory and disk; `find` no longer finds the block there. Owned
-    by the tiers' thread.
+    Lookups use this copy, so they do not wait for the sidecar. `pop_lost` returns the blocks that have left both host
+    memory and disk. Owned by the engine's thread.
     """
 
     def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
@@ -34,15 +34,15 @@ class Mirror:
         self._disk = DiskIndex()
         self._disk.finish_loading()  # the sidecar reports every block, so there are no pages to load
         self._lost: list[Lost] = []
-        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # names to report as removed
+        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # names that `go_on` will report
 
     def begin(self, num_slots: Sequence[int]) -> None:
-        """Start empty for a new sidecar, which will report its blocks. *num_slots* has its host slots by group."""
+        """Start empty for a new sidecar, which will report its blocks. *num_slots* are its host slots by group."""
         self._hosts = [SlotIndex(num) for num in num_slots]
         self.num_changes += 1
 
     def find(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """Return where the blocks are, see `LowerTiers.find`. Unless *is_readable*, ignore blocks on disk."""
+        """Return where the blocks are, see `LowerTiers.find`. If *is_readable* is False, ignore blocks on disk."""
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and is_readable:
@@ -53,7 +53,10 @@ class Mirror:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """Return where the first blocks are, see `LowerTiers.find_run`. Unless *is_readable*, ignore blocks on disk."""
+        """Return where the blocks before the first missing one are, see `LowerTiers.find_run`.
+
+        If *is_readable* is False, ignore blocks on disk.
+        """
         places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -98,7 +101,7 @@ class Mirror:
         self._tell(BlockRemoved(Tier.DISK, group_id, there, cause))
 
     def end(self) -> None:
-        """Empty the mirror, because the sidecar is gone. `go_on` then reports its blocks as removed, some per call."""
+        """Empty the mirror, because the sidecar is gone. Later calls of `go_on` report its blocks as removed."""
         for group_id, host in enumerate(self._hosts):
             self._past.append((group_id, _pages(host)))
         self._hosts = [SlotIndex(0) for _ in self._hosts]
@@ -109,7 +112,7 @@ class Mirror:
         self.num_changes += 1
 
     def go_on(self) -> None:
-        """Report some blocks of a sidecar that is gone as removed, unless the next sidecar has reported them."""
+        """Report some more blocks of a sidecar that is gone as removed, except blocks that the next sidecar has."""
         if self._past:
             group_id, pages = self._past[0]
             page = next(pages, None)
@@ -122,7 +125,7 @@ class Mirror:
             self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return, once, the blocks that left their last tier, see `LowerTiers.pop_lost`."""
+        """Return the blocks that have left the last tier since the last call, see `LowerTiers.pop_lost`."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []

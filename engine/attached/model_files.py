@@ -37,7 +37,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that `weights_digest` reads, in its order."""
+    """Return the files that `weights_digest` reads, in the order in which it reads them."""
     return [path] if path.is_file() else sorted(found for found in path.glob("**/*") if _counts(found))
 
 

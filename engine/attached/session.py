@@ -34,17 +34,18 @@ class AttachRefused(ValueError):
 
 
 class Session:
-    """A connection that sends and receives without blocking. Owned by one thread, except for `wait_readable`.
+    """A connection of an engine to its sidecar. Sending and receiving never block.
 
-    `file` is the descriptor of the segment, the sidecar's shared memory, until the session is closed. When the
-    connection ends, the sidecar assumes that all copies have ended. So call `close` only when no copy is in flight,
-    even if the sidecar ended the session long before. A forked child process cannot use the session.
+    `file` is the file descriptor of the sidecar's shared memory, until the session is closed. When the engine closes
+    the connection, the sidecar assumes that all copies have ended. So call `close` only when no copy is in flight, even
+    if the sidecar ended the session long before. Only one thread may use the session, except for `wait_readable`. A
+    forked child process cannot use it.
     """
 
     def __init__(
         self, connection: socket.socket, frames: Frames, welcome: Welcome, file: int, come: Sequence[FromSidecar]
     ) -> None:
-        """Wrap a new connection; only `open_session` calls this. *come* are the messages received with *welcome*."""
+        """Wrap a new connection; only `open_session` calls this. *come* has the messages received after *welcome*."""
         self.welcome = welcome
         self.file = file
         self.is_open = True
@@ -56,13 +57,13 @@ class Session:
 
     @property
     def is_sending(self) -> bool:
-        """Whether bytes are still to be sent, because the sidecar has not read the earlier ones."""
+        """Whether bytes wait to be sent, because the sidecar has not read earlier ones yet."""
         return bool(self._unsent)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message now, or as soon as the sidecar reads. Do nothing if the sidecar is gone.
+        """Send a message now, or once the sidecar has read earlier ones. Do nothing if the sidecar is gone.
 
-        If more than `MAX_UNSENT_BYTES` bytes are still to be sent, the sidecar counts as gone.
+        If more than `MAX_UNSENT_BYTES` bytes wait to be sent, the sidecar counts as gone.
         """
         if self.is_open:
             self._unsent += frame_of(message)
@@ -71,18 +72,18 @@ class Session:
             self.disconnect()
 
     def send_hint(self, message: FromEngine) -> None:
-        """Send a message that may be lost. Drop it if `MAX_HINT_BYTES` or more are still to be sent."""
+        """Send a message, but drop it if `MAX_HINT_BYTES` or more bytes wait to be sent."""
         if len(self._unsent) < MAX_HINT_BYTES:
             self.send(message)
 
     def flush(self) -> None:
-        """Continue to send unsent bytes."""
+        """Send as many of the waiting bytes as the connection accepts now."""
         while self._unsent and self.is_open:
             try:
                 num_sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # what the sidecar has sent can still be received
+            except OSError:  # messages that the sidecar has sent can still be received
                 self._unsent.clear()
                 return
             del self._unsent[:num_sent]
@@ -129,13 +130,13 @@ class Session:
         self.close_file()
 
     def close_file(self) -> None:
-        """Close the descriptor of the segment, once it has been mapped."""
+        """Close the file descriptor of the shared memory. Memory that is mapped already stays mapped."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child; the connection continues in the parent."""
+        """Close the file descriptors in a forked child process. The parent process keeps its connection."""
         self.disconnect()
         self._connection.close()
         self.close_file()
@@ -151,7 +152,7 @@ _sessions: WeakSet[Session] = WeakSet()
 
 
 def _abandon_all() -> None:
-    """Close the descriptors in a forked child, which copies nothing and must not keep its parent's leases alive."""
+    """Close the file descriptors in a forked child process, which must not keep its parent's leases alive."""
     for session in list(_sessions):
         session.abandon()
 
@@ -178,7 +179,7 @@ def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> 
                 data, found, _, _ = socket.recv_fds(connection, PIECE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
                 files += found
                 if not data:
-                    raise ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection before it answered")
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "the connection was closed without an answer")
                 payloads = frames.receive(data)
             answer, *rest = map(message_of_sidecar, payloads)
         except Malformed as error:
@@ -186,7 +187,9 @@ def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> 
         if isinstance(answer, Refused):
             raise AttachRefused(answer.why)
         if not isinstance(answer, Welcome) or answer.version != VERSION or len(files) != 1:
-            raise AttachRefused(f"the sidecar at {path} has another version; install the same kvtier on both sides")
+            raise AttachRefused(
+                f"the sidecar at {path} has another version of kvtier; install the same version for engine and sidecar"
+            )
         connection.settimeout(None)
         undo.pop_all()
         return Session(connection, frames, answer, files[0], rest)

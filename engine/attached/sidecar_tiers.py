@@ -1,4 +1,4 @@
-"""The tiers below the device in a sidecar process that outlives the engine."""
+"""`SidecarTiers`: the tiers below the device (host memory, disk, remote) in a sidecar process."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -118,27 +118,27 @@ class AttachedStatus:
         return self._link.is_attached and self.state.is_making_room
 
     def on_attached(self) -> None:
-        """Forget what the previous sidecar has reported."""
+        """Forget the reports of the previous sidecar."""
         self.is_told, self.state = False, NO_STATE
 
     def on_told(self) -> None:
-        """Record that all blocks of a new sidecar are known, so the owner must look up again which blocks it has."""
+        """Record that a new sidecar has reported all its blocks, so that earlier lookups must be repeated."""
         self.is_told = True
         self.epoch += 1
 
     def on_detached(self) -> None:
-        """Record that the sidecar is gone, so that nothing known about its blocks is valid any more."""
+        """Record that the sidecar is gone, so that the results of earlier lookups are invalid."""
         self.is_told = False
         self.epoch += 1
 
     def on_state(self, state: TiersState) -> None:
-        """Record the sidecar's report of its tiers' state."""
+        """Record the sidecar's latest report on the state of its tiers."""
         before, self.state = self.state.reads, state
         for tier, read in state.reads.items():
             speed = self._read_speeds[tier]
             speed.latency_s = read.latency_s
             if read.bytes_per_s is not None and read.bytes_per_s != before.get(tier, NO_READS).bytes_per_s:
-                speed.take_over(read.bytes_per_s, self._clock())  # an equal speed is old: nothing was read since
+                speed.take_over(read.bytes_per_s, self._clock())  # an unchanged speed is not a new measurement
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._read_speeds[tier]
@@ -164,10 +164,10 @@ class AttachedStatus:
 
 
 class AttachedHints(LowerHints):
-    """The hints that reach a sidecar: lookups in its remote tier.
+    """Hints from an engine to its sidecar. The only one with an effect is `inquire`, a lookup in the remote tier.
 
-    The sidecar spills and makes room by itself. `evict_last` is ignored: by the time the sidecar got the message, other
-    blocks could be in these slots.
+    The sidecar itself decides when to spill blocks to disk and when to free slots. `evict_last` does nothing: by the
+    time the sidecar received the slot numbers, the slots could hold other blocks.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class AttachedHints(LowerHints):
 class SidecarTiers:
     """The tiers below the device in a sidecar; implements `LowerTiers`. Owned by the engine's thread.
 
-    Lookups use what the sidecar has reported (`Mirror`). Requests to the sidecar are answered in later polls, and never
-    raise. Without a sidecar, nothing is found and no block is accepted.
+    Lookups use the engine's copy of the sidecar's index (`Mirror`). Requests to the sidecar never raise, and are
+    answered in later polls. While no sidecar is attached, lookups find nothing and no block is stored.
     """
 
     def __init__(
@@ -210,10 +210,17 @@ class SidecarTiers:
     ) -> None:
         """Create tiers that are not attached yet, and take ownership of *attachment* and *answers*.
 
-        *memories*, one for each group, are those that *attachment* was made with. The lane *answers* waits for the
-        sidecar's answers, so that a wait for *transfers* ends when an answer has arrived. *find_traced* returns the
-        traced requests to which published blocks belong; they are reported to the sidecar. *num_kept* slots of each
-        group (default: 0) are kept ready for `reserve` at all times.
+        Args:
+            attachment: Thread that connects to the sidecar.
+            groups: Attention groups of the model.
+            memories: KV memory of each group, the same as in *attachment*.
+            transfers: Copies between device and host slots.
+            answers: Lane (thread) that waits for the sidecar's answers, so that an answer also ends a wait for
+                *transfers*.
+            clock: Returns the time in seconds.
+            events: Log of KV events, or None.
+            find_traced: Returns the traced requests to which stored blocks belong, for the sidecar's traces.
+            num_kept: Number of slots of each group to keep ready for `reserve` at all times (default: 0).
         """
         self._groups = groups
         self._num_kept = [0 for _ in groups] if num_kept is None else num_kept
@@ -245,10 +252,10 @@ class SidecarTiers:
 
     @property
     def boot(self) -> bytes | None:
-        """Id of the sidecar process that the host slots belong to; None if there is none.
+        """Id of the sidecar process whose host slots are used; None if there is none.
 
-        While any slots of that process are leased, its id stays here even after the process is gone. Other processes
-        that map the sidecar's shared memory compare the id to check that their slot numbers mean the same slots.
+        The id stays until all leases on the slots have ended, even if the process is gone. Other processes that map
+        the shared memory, such as workers of vLLM, compare the id to be sure that they map the same memory.
         """
         return self._link.boot
 
@@ -312,7 +319,7 @@ class SidecarTiers:
         self._link.send_hint(Forget(group_id, joined(names)))
 
     def clear(self) -> bool:
-        """Forget every block of this namespace, for all engines of the sidecar; see `LowerTiers.clear`."""
+        """Forget every block of this namespace, for all engines that use the sidecar; see `LowerTiers.clear`."""
         self._receive(float("inf"))
         if not self.is_attached or any(stock.lent for stock in self._stocks) or self._is_any_waiting():
             return False
@@ -330,7 +337,7 @@ class SidecarTiers:
         return self._is_cleared
 
     def purge(self, order: PurgeOrder) -> NothingPurged:
-        """Purge nothing, because all engines of the sidecar share its tiers; see `LowerTiers.purge`."""
+        """Purge nothing, because other engines may use the sidecar's blocks; see `LowerTiers.purge`."""
         return NothingPurged()
 
     def poll(self) -> None:
@@ -363,7 +370,7 @@ class SidecarTiers:
         self._answers.close()
 
     def close_while_copying(self) -> None:
-        """Stop using the sidecar although copies hang. Leased slots return to the sidecar when this process ends."""
+        """Stop using the sidecar while copies hang. Leased slots return to the sidecar when this process ends."""
         self._link.close_while_copying()
         self._answers.close()
 
@@ -376,9 +383,9 @@ class SidecarTiers:
         return any(stock.is_waiting for stock in self._stocks) or self._fetches.is_any_waiting
 
     def _wake_when_heard(self) -> None:
-        """If a caller needs an answer of the sidecar, let the owner's wait for copies end when the sidecar sends it.
+        """Make the owner's wait for copies also end when the sidecar answers, if a caller needs the answer.
 
-        Slots that are merely kept ready can wait until the next poll.
+        An answer that only refills the stock of ready slots can wait until the next poll.
         """
         session = self._link.session
         if self._is_waking or session is None:
@@ -393,7 +400,7 @@ class SidecarTiers:
         self._is_waking = self._transfers.watch(self._answers, lambda: session.wait_readable(WAKE_S), on_answers)
 
     def _attach(self) -> None:
-        """Attach to a sidecar that is ready, once the previous one's slots are released."""
+        """Start to use a new session if one is ready and all slots of the previous sidecar are released."""
         is_released = not self._fetches.has_left_over and not any(stock.lent for stock in self._stocks)
         if (welcome := self._link.attach(is_released)) is None:
             return
@@ -459,7 +466,7 @@ class SidecarTiers:
         group_id, names = self._group(message.group), names_in(message.names)
         slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
         if len(slots) != len(names):
-            raise Malformed(f"{len(names)} blocks have {len(slots)} slots")
+            raise Malformed(f"{len(names)} block names came with {len(slots)} slots")
         self._mirror.on_in_host(group_id, names, slots)
 
     def _group(self, group_id: int) -> int:

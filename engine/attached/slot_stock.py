@@ -6,23 +6,28 @@ from kvtier.tiers.device.slot_ids import Ids
 
 IDLE_S = 0.5  # return unused slots after this long, because other engines may need them
 RETRY_S = 0.5  # ask a sidecar without room again after this long
-MAX_PART = 16  # at most this fraction of all slots (1/16) is kept ready beyond the slots requested
+MAX_PART = 16  # at most 1/16 of all slots is kept ready in addition to the slots requested
 
 
 class SlotStock:
-    """One group's reserved slots: those that are ready, and those lent to the caller, who fills or returns them.
+    """A stock of host slots that a sidecar has reserved for one attention group of an engine.
 
-    A sidecar's answer takes a moment. So a caller gets the slots that are ready, and the missing ones are requested. In
-    addition, as many slots as the caller took last are kept ready, if the sidecar has room. Owned by the tiers' thread.
+    The stock exists because the sidecar does not answer at once. A caller gets the slots that are ready, and the
+    missing ones are requested. In addition, as many slots as the caller took last are kept ready, if the sidecar has
+    room. A taken slot is *lent* until the caller has filled or returned it. Owned by the engine's thread.
     """
 
     def __init__(
         self, num_slots: int, ask: Callable[[int], None], clock: Callable[[], float], num_kept: int = 0
     ) -> None:
-        """Create an empty stock for a sidecar with *num_slots* slots; *ask* is called with the number to reserve.
+        """Create an empty stock.
 
-        If there is room, *num_kept* slots are kept ready even while none is used. A caller that cannot offer a block a
-        second time needs them.
+        Args:
+            num_slots: Number of host slots that the sidecar has for the group.
+            ask: Requests the given number of slots from the sidecar.
+            clock: Returns the time in seconds.
+            num_kept: Number of slots to keep ready even while none is used, if the sidecar has room. A caller that
+                can offer a block only once needs them.
         """
         self.lent: set[int] = set()
         self.is_short = False  # whether the last caller got too few slots, and the request for more is unanswered
@@ -38,11 +43,11 @@ class SlotStock:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request is unanswered."""
+        """Whether the sidecar has yet to answer a request for slots."""
         return self._num_asked > 0
 
     def take(self, num_slots: int) -> list[int]:
-        """Lend up to *num_slots* slots."""
+        """Take up to *num_slots* of the ready slots, and request more from the sidecar if necessary."""
         self._used_at = self._clock()
         taken, self._ready = self._ready[:num_slots], self._ready[num_slots:]
         self.lent.update(taken)
@@ -53,9 +58,10 @@ class SlotStock:
         return taken
 
     def fill(self) -> None:
-        """Request slots so that *num_kept* are ready: at once if half are gone, otherwise after `IDLE_S` without use.
+        """Request slots if fewer than *num_kept* are ready and the request is due.
 
-        If the sidecar's last answer had too few slots, request more only after `RETRY_S`.
+        If half of the slots or fewer are ready, the request is due at once, otherwise after `IDLE_S` without use. If
+        the sidecar's last answer had too few slots, it is due only after `RETRY_S`.
         """
         if self.is_waiting or len(self._ready) >= self._num_kept:
             return
@@ -68,7 +74,7 @@ class SlotStock:
             self._want(self._num_kept - len(self._ready))
 
     def on_reserved(self, num_asked: int, slots: Sequence[int]) -> None:
-        """Add the slots of an answer to a request for *num_asked* slots."""
+        """Add *slots*, the sidecar's answer to a request for *num_asked* slots."""
         self._num_asked -= num_asked
         self.has_room = len(slots) >= num_asked
         self._answered_at = self._clock()
@@ -76,13 +82,13 @@ class SlotStock:
         self._ready += slots
 
     def return_lent_slots(self, slots: Ids) -> None:
-        """End the loan of slots that were filled or returned."""
+        """Record that the caller has filled these lent slots or gives them back to the sidecar."""
         gone = set(slots.tolist())
         assert gone <= self.lent, "a slot that was not reserved is returned"
         self.lent -= gone
 
     def pop_idle(self) -> list[int]:
-        """If no slot was taken for `IDLE_S`, remove and return the ready slots that the caller must give back."""
+        """Remove and return slots not needed for `IDLE_S`, which the caller must give back to the sidecar."""
         if self._clock() - self._used_at <= IDLE_S:
             return []
         idle, self._ready = self._ready[self._num_kept :], self._ready[: self._num_kept]

@@ -1,19 +1,21 @@
-"""The protocol between an engine and its sidecar at the sidecar's own endpoint.
+"""kvtier's protocol between an engine and its sidecar.
 
-Both sides send frames over one Unix socket: four bytes of length, then one of the messages below as MessagePack. The
-engine sends `Hello` first; the sidecar answers `Refused`, or `Welcome` with the descriptor of the segment, its shared
-memory. After that nothing blocks on an answer: the engine sends requests, and the sidecar answers when it can. The
-sidecar also reports every block that is stored in or removed from its tiers. A block's bytes never cross the socket.
-One connection is one session; a restarted sidecar needs a new connection.
+Both sides send frames over one Unix socket. A frame is four bytes of length, then one of the messages below as
+MessagePack. The engine sends `Hello` first. The sidecar answers with `Refused`, or with `Welcome` and the file
+descriptor of its shared memory (the segment). After that, neither side waits for answers: the engine sends requests,
+and the sidecar answers when it can. The sidecar also reports every block that is stored in or removed from its tiers. A
+block's bytes never cross the socket. One connection is one session; a restarted sidecar needs a new connection.
 
-The engine's leases end when its end of the connection is closed. The engine closes it only when no copy is in flight;
-otherwise the kernel closes it when the engine's process ends. Every other process that copies for the engine, such as a
-worker of tensor parallelism, sends `Map` on a connection of its own, which it keeps open as long as it maps the
-segment. If a session ends in another way, because the engine does not read or is killed, the sidecar keeps the leases
-until all these connections are closed, or until the engine attaches again: see `Quarantine`.
+The engine's leases end when the engine closes the connection. It does so only when no copy is in flight; otherwise the
+kernel closes the connection when the engine's process ends. Other processes may copy for the engine, for example
+workers of tensor parallelism. Each of them sends `Map` on a connection of its own, and keeps this connection open as
+long as it maps the segment.
+
+A session may also end because the engine is killed or does not read. The sidecar then keeps the leases until all these
+connections are closed, or until the engine attaches again: see `Quarantine`.
 
 Sequences are packed into bytes: names (32 bytes each), digests (16 bytes each), slots and places (little-endian int32),
-owners (little-endian uint64). A place is the index of a block in a message or in a fetch.
+owners (the numbers of tenants, little-endian uint64). A place is the index of a block in a message or in a fetch.
 """
 
 import secrets
@@ -41,7 +43,7 @@ MAX_TRACED = 64  # traced requests per message; an engine sends at most half as 
 
 
 class Malformed(ValueError):
-    """Raised for an invalid message; the connection ends."""
+    """Raised for an invalid message. The receiver then ends the connection."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -51,7 +53,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
     """Shape of one attention group.
 
-    *block_size* is in tokens. *forgets* says whether later tokens stop reading earlier blocks, see `AttentionGroup`.
+    *block_size* is in tokens. *forgets* says whether tokens read only recent blocks, as with a sliding window.
     """
 
     block_size: int
@@ -60,7 +62,7 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The parent of the block at *place* of a message, where that is not the block at the place before.
+    """The parent of the block at *place* of a message. Other blocks have the block before them as their parent.
 
     *parent* is None if the block can be used without a parent.
     """
@@ -70,9 +72,10 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive blocks of one chain in a message, at the places *start* to *end* - 1, tail first; see `NamedSpan`.
+    """Blocks of a message that follow each other in a prompt, the last one first; see `NamedSpan`.
 
-    *parent* is the name of the block before them in the chain, or None if it is not known.
+    They are at the places *start* to *end* - 1 of the message. *parent* is the name of the block before them in the
+    prompt, or None if it is not known.
     """
 
     start: int
@@ -81,7 +84,7 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of a traced request, by their *places* in a message; *traceparent* is its span's W3C header."""
+    """The *places* in a message of a traced request's blocks. *traceparent* is the W3C header of the request's span."""
 
     traceparent: str
     places: bytes
@@ -96,11 +99,11 @@ def new_engine() -> bytes:
 
 
 class Hello(_Message, frozen=True):
-    """The request to attach. *namespace* (16 bytes) covers everything besides the prompt that determines KV bytes.
+    """An engine's request to attach to the sidecar.
 
-    *engine* is an id that stays the same each time this engine attaches. Its other processes send this id with `Map`.
-    An engine has one session at a time. With a further `Hello`, it states that it no longer copies any block that it
-    leased earlier.
+    *namespace* (16 bytes) is a digest of everything besides the prompt that determines KV bytes. *engine* is an id that
+    stays the same each time the engine attaches. The engine's other processes send this id with `Map`. An engine has
+    one session at a time. By a further `Hello` it declares that it no longer copies any block that it leased earlier.
     """
 
     version: int
@@ -112,9 +115,9 @@ class Hello(_Message, frozen=True):
 
 
 class Map(_Message, frozen=True):
-    """The request of another process of *engine* to map the segment and copy blocks.
+    """A request to map the sidecar's shared memory, from another process that copies blocks for *engine*.
 
-    It is answered like `Hello`. No message follows the answer.
+    The sidecar answers as to `Hello`. No message follows the answer.
     """
 
     version: int
@@ -123,10 +126,10 @@ class Map(_Message, frozen=True):
 
 
 class Fetch(_Message, frozen=True):
-    """The request to lease blocks in host memory, reading them from colder tiers if necessary; see `LowerTiers.fetch`.
+    """A request to lease blocks in host memory, reading them from colder tiers if necessary; see `LowerTiers.fetch`.
 
-    The engine chooses *number*, which identifies the fetch. The parent of each block is the block at the place before,
-    except where *starts* gives another one. *is_for_later* selects `ReadPriority.LATER`.
+    The engine chooses *number*, which identifies the fetch. *starts* has the parents of the blocks whose parent is not
+    the block before them. *is_for_later* selects `ReadPriority.LATER`.
     """
 
     number: int
@@ -138,10 +141,10 @@ class Fetch(_Message, frozen=True):
 
 
 class Inquire(_Message, frozen=True):
-    """The request to find out which blocks a remote tier has, see `LowerHints.inquire`; answered by `Inquired`.
+    """A request to look up blocks in the sidecar's remote tier, see `LowerHints.inquire`; answered by `Inquired`.
 
-    The blocks are those of a prefix, from the first one that the engine has not found in the sidecar's tiers. The
-    engine chooses *number*, which identifies the inquiry.
+    *names* are the blocks of a prompt, from the first one that the engine has not found in the sidecar's tiers. The
+    engine chooses *number*, which identifies the lookup.
     """
 
     number: int
@@ -150,9 +153,9 @@ class Inquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """The end of the leases on the blocks at *places* of fetch *number*, in this order.
+    """The notice that the engine no longer needs the blocks at *places* of fetch *number*.
 
-    Blocks that have not arrived are no longer waited for.
+    Their leases end in the order of *places*. The engine no longer waits for those that have not arrived.
     """
 
     number: int
@@ -169,14 +172,14 @@ class TimeOut(_Message, frozen=True):
 
 
 class Reserve(_Message, frozen=True):
-    """The request to lease up to *num_slots* slots to copy blocks into."""
+    """A request to lease up to *num_slots* slots, into which the engine will copy blocks."""
 
     group: int
     num_slots: int
 
 
 class Publish(_Message, frozen=True):
-    """The notice that the bytes in reserved slots are complete and the blocks can be found, see `LowerTiers.publish`.
+    """The notice that blocks have been copied into reserved slots and can be used, see `LowerTiers.publish`.
 
     *traced* has the traced requests to which the blocks belong, for a sidecar that sends traces. An older sidecar
     ignores it.
@@ -192,14 +195,14 @@ class Publish(_Message, frozen=True):
 
 
 class Abandon(_Message, frozen=True):
-    """The return of reserved slots that were not filled."""
+    """The return of reserved slots that the engine has not filled."""
 
     group: int
     slots: bytes
 
 
 class Refresh(_Message, frozen=True):
-    """The notice that blocks were just used.
+    """The notice that these blocks were just used, so that they are evicted later.
 
     *were_read* has a byte for each block, 1 if the block was read from disk; it is empty if none was.
     """
@@ -210,7 +213,7 @@ class Refresh(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """The notice that the bytes of these blocks in host memory do not match their digests."""
+    """A request to drop blocks from host memory, because their bytes do not match their digests."""
 
     group: int
     names: bytes
@@ -228,16 +231,16 @@ class Ping(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The refusal of an engine; *why* says what to do. The connection ends."""
+    """The answer to an engine that cannot attach. *why* has the reason and what to do. The connection then ends."""
 
     why: str
 
 
 class Welcome(_Message, frozen=True):
-    """The acceptance of an engine. The descriptor of the segment of *num_bytes* bytes comes with this frame.
+    """The answer to an engine that may attach. The file descriptor of the shared memory comes with this frame.
 
-    Slot s of a group with blocks of b bytes is bytes s * b to before (s + 1) * b of the segment. *boot* identifies the
-    sidecar's process.
+    The shared memory has *num_bytes* bytes. In a group with blocks of b bytes, slot s begins at byte s * b. *boot*
+    identifies the sidecar's process.
     """
 
     version: int
@@ -282,7 +285,7 @@ class Told(_Message, frozen=True):
 
 
 class Fetched(_Message, frozen=True):
-    """Blocks of fetch *number* that are leased now, with their slots, digests and tenants (*owners*).
+    """An answer to `Fetch`: blocks that are leased now, with their slots, digests and tenants (*owners*).
 
     *failures* has the places of blocks that will never arrive, each with the reason.
     """
@@ -296,14 +299,14 @@ class Fetched(_Message, frozen=True):
 
 
 class Inquired(_Message, frozen=True):
-    """The blocks of inquiry *number* that are believed to be in a remote tier only; see `RemoteHints`."""
+    """The answer to `Inquire`: the blocks that are probably in the remote tier only; see `RemoteHints`."""
 
     number: int
     names: bytes
 
 
 class Reserved(_Message, frozen=True):
-    """The slots that were leased of the *num_asked* requested ones."""
+    """The answer to `Reserve`: the leased slots, up to the *num_asked* slots that were requested."""
 
     group: int
     num_asked: int
@@ -327,7 +330,7 @@ class ReadState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TiersState(_Message, frozen=True):
-    """State of the namespace's tiers, see `LowerStatus`. Sent when the state changes, and about twice a second."""
+    """State of the sidecar's tiers, see `LowerStatus`. Sent after each change, and about twice a second."""
 
     is_indexed: bool
     is_readable: bool
@@ -393,7 +396,7 @@ class Frames:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of an incomplete frame."""
+        """Number of received bytes that have not been returned yet."""
         return len(self._data)
 
     @property
@@ -481,7 +484,7 @@ def parents_in(names: Sequence[BlockName], starts: Sequence[Start]) -> list[Bloc
     parents: list[BlockName | None] = [None, *names[:-1]] if names else []
     for start in starts:
         if not 0 <= start.place < len(names) or (start.parent is not None and len(start.parent) != NAME_BYTES):
-            raise Malformed("a start has an invalid place or parent")
+            raise Malformed("an entry of starts has an invalid place or parent")
         parents[start.place] = None if start.parent is None else BlockName(start.parent)
     return parents
 

@@ -1,6 +1,6 @@
-"""Check of a LoRA adapter's folder that runs without torch.
+"""A check of a LoRA adapter's folder, which does not import torch.
 
-Importing torch takes seconds, and a command with a wrong folder should fail before that.
+The import takes seconds, and a command that is given a wrong folder should fail earlier.
 """
 
 from pathlib import Path

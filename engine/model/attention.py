@@ -29,10 +29,11 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments, divided by the code path that computes their attention.
+    """The segments of a step, divided by the code that computes their attention.
 
-    On a CPU, segments of a single token are *rows* if the kernel supports them. For the other segments, `paged_choice`
-    decides whether they are *gathered* or read *in_place*.
+    A segment is the part of a step that belongs to one request. On a CPU, segments of a single token are *rows* if the
+    kernel for rows supports them. The KV blocks of all other segments are *gathered* (copied) or read *in_place*, as
+    `paged_choice` decides.
     """
 
     gathered: tuple[Segment, ...]
@@ -42,7 +43,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The inputs of the layers of one attention group in one forward pass."""
+    """The inputs of one attention group in one forward pass. Its layers have the same kind of attention."""
 
     slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
@@ -54,7 +55,10 @@ class GroupStep:
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """Return the segments by code path, for layers with *num_heads* query heads and these scoring options."""
+        """Return which code computes which segments, for layers with *num_heads* query heads.
+
+        The other arguments say whether the layers cap their scores, and whether they have attention sinks.
+        """
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
             paths = self._choose_paths(num_heads, has_softcap, has_sinks)
@@ -106,13 +110,13 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write a layer's new keys and values into its slab, and return its attention output.
 
-    transformers calls this function, which is registered with it, for each attention layer.
+    This function is registered with transformers, which calls it for each attention layer.
 
     Returns:
         The output, [1, num_tokens, num_heads, head_dim], and None in place of the attention weights.
 
     Raises:
-        UnsupportedModel: If the model passes a mask or an unknown tensor, which kvtier would ignore.
+        UnsupportedModel: If the model passes a mask or an unknown tensor, because kvtier would ignore it.
         ChangedModel: If the model is called outside of an engine's step.
     """
     if attention_mask is not None:

@@ -31,12 +31,12 @@ _checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare the model's logits under paged attention and under its own, with its weights, dtype and device.
+    """Check that the model gives the same logits with paged attention as with its own attention.
 
-    The prompt has up to 48 tokens. Paged attention computes two chunks and then the last token alone.
+    The prompt has up to 48 tokens. With paged attention it is computed as two chunks and then the last token alone.
 
     Raises:
-        UnsupportedModel: If the logits differ.
+        UnsupportedModel: If the logits differ by more than rounding errors.
     """
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
@@ -50,13 +50,15 @@ def check_model(paged: PagedModel) -> None:
 
 
 def check_miniature(paged: PagedModel) -> None:
-    """Compare the logits of a miniature of the model under paged attention and under its own, in float32.
+    """Check paged attention on long prompts, with a small copy of the model (a miniature) in float32.
 
-    A miniature has the model's code with smaller numbers (see `miniature`). The prompts are longer than every limit
-    in its configuration, such as the sliding window. Runs once per process for each class and configuration.
+    A miniature has the code of the model, few parameters and small limits (see `miniature`). The prompts are longer
+    than each of its limits, such as the sliding window. The check runs once per process for each model class and
+    configuration.
 
     Raises:
-        UnsupportedModel: If the results differ, or if no miniature can be built to compare them.
+        UnsupportedModel: If the logits differ from those of the miniature's own attention, or if no miniature can be
+            built.
     """
     model = paged.model
     key = (type(model), config_digest(model.config))
@@ -84,7 +86,10 @@ def check_miniature(paged: PagedModel) -> None:
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
-    """Compare two requests computed in shared steps with the same requests computed alone by the model's attention."""
+    """Check the logits of two requests that share steps of paged attention.
+
+    They must equal the logits of each request alone with the miniature's own attention. *model* is only for messages.
+    """
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]
     prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
@@ -106,12 +111,9 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
-    """Reduce the token *counts* of a request's steps so that their sum fits the model's maximum position.
-
-    A miniature keeps the maximum of learned position embeddings, which shapes a weight. Other models take any position.
-    """
+    """Return the token *counts* of a request's steps, reduced so that the model has positions for all tokens."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
-    if limit <= LIMIT:
+    if limit <= LIMIT:  # no weight depends on this number, so it was cut, and the model takes any position
         return list(counts)
     left = limit - len(counts)
     within = []
@@ -134,7 +136,7 @@ def _compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, 
     if not error <= tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__}: its logits under kvtier's attention differ from its own logits by {error:.1e} "
-            "of the largest; its attention needs something that kvtier does not support"
+            "of the largest logit; its attention needs something that kvtier does not support"
         )
 
 

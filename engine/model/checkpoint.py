@@ -80,9 +80,9 @@ class Checkpoint:
         return found
 
     def model(self, dtype: str) -> "PreTrainedModel":
-        """Load the model into CPU memory. "auto" is the checkpoint's dtype, or float32 for a GGUF file.
+        """Load the model into CPU memory, with weights in *dtype*.
 
-        The weights of a GGUF file are dequantized at load.
+        "auto" is the dtype of the checkpoint, or float32 for a GGUF file, whose weights are dequantized at load.
         """
         from transformers import AutoModelForCausalLM
 
@@ -129,7 +129,7 @@ class Checkpoint:
 
 
 class _Unusable(ValueError):
-    """An error whose message already says which model cannot be loaded, and why."""
+    """An error whose message already names the model that cannot be loaded and the reason."""
 
 
 def _in_wheel(name: str) -> Path:
@@ -142,7 +142,7 @@ def _in_wheel(name: str) -> Path:
 
 
 def _gguf(name: str, path: Path) -> tuple[str, str]:
-    """Return the folder and the name of a GGUF file.
+    """Check that a file is a GGUF file, and return its folder and its name.
 
     Raises:
         ValueError: If the file cannot be read or is not a GGUF file.

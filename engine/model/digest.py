@@ -64,8 +64,8 @@ def weights_digest(model: torch.nn.Module) -> str:
     classes and functions. It is the sha256 of a list that contains the sha256 of each tensor.
 
     Raises:
-        UnsupportedModel: If a part that changes results cannot be read: a hook, an offloaded weight, an object of
-            unknown state.
+        UnsupportedModel: If the model has a part that may change results but cannot be read, such as a hook or an
+            offloaded weight.
     """
     digest = _Digest()
     for name, module in model.named_modules():
@@ -90,7 +90,7 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
 
 
 class _Digest:
-    """A digest over named modules, tensors and values."""
+    """The running hash of `weights_digest`, which feeds the modules of a model into it one by one."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
@@ -99,7 +99,6 @@ class _Digest:
         ] = {}  # by id, an object and its first name; holding the object keeps its id unique
 
     def hexdigest(self) -> str:
-        """Return the digest of everything fed so far."""
         return self._total.hexdigest()
 
     def module(self, name: str, module: torch.nn.Module) -> None:
@@ -108,9 +107,7 @@ class _Digest:
         if (code := find_hook_or_forward(module)) is not None:
             self._refuse(name, f"has {code}", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
-            self._refuse(
-                name, "is a layer of an adapter that can be switched", "merge the adapter, or name it in [lora]"
-            )
+            self._refuse(name, "is a layer of a peft adapter", "merge the adapter into the model, or name it in [lora]")
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
             self._feed(f"{name}.{part}", value, with_words=True)
@@ -124,7 +121,7 @@ class _Digest:
                 self._feed(f"{name}.{part}", value, with_words=is_public)
 
     def _feed(self, name: str, value: Any, with_words: bool) -> None:
-        """Feed the tensors in *value* and, if *with_words* is set, its numbers, strings and function names too."""
+        """Feed the tensors in *value* and, if *with_words* is True, also its numbers, strings and function names."""
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
                 if with_words:
@@ -185,7 +182,7 @@ class _Digest:
                 self._feed(f"{name}.{part}", getattr(tensor, part), with_words=True)
             return
         if tensor.is_meta:
-            self._refuse(name, "is not in memory (offloaded?)", "load the model onto one device")
+            self._refuse(name, "is not in memory (offloaded?)", "load the whole model onto one device")
         own = getattr(tensor, "__dict__", {})
         if type(tensor) not in _PLAIN:
             self._line(name, _type_name(tensor))
@@ -216,7 +213,7 @@ class _Digest:
     def _refuse(self, name: str, what: str, advice: str) -> Any:
         raise UnsupportedModel(
             f"the model cannot keep its KV cache in kvtier: its {name or 'outermost module'} {what}, "
-            f"so block names cannot depend on this part; {advice}"
+            f"and kvtier must read every part of a model to name its blocks; {advice}"
         )
 
 

@@ -9,11 +9,14 @@ _SHORT = re.compile("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", re.I
 
 
 class UnsupportedModel(ValueError):
-    """An error for a model whose attention cannot use kvtier, or whose weights have no digest. The message says why."""
+    """An error for a model that kvtier cannot serve, because of its attention or of weights that cannot be read.
+
+    The message says why.
+    """
 
 
 class ChangedModel(RuntimeError):
-    """An error for a model whose weights, parts, attention or mode differ from those that computed cached blocks."""
+    """An error for a model that was changed since it was loaded, so that its cached blocks no longer match it."""
 
 
 @contextmanager

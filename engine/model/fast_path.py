@@ -1,4 +1,4 @@
-"""Fast paths: faster replacements of plain torch code, used where processor and libraries support them."""
+"""Fast paths: faster replacements of plain torch code, each used only if it works on this machine."""
 
 import logging
 import os

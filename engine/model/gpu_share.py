@@ -20,10 +20,10 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """A part of a GPU's memory, divided into weights, activations of the largest step, and KV blocks.
+    """The division of a GPU's memory into weights, activations of the largest step, and KV blocks.
 
-    *share* is this part as a fraction of *total_bytes*. It corresponds to vLLM's `gpu_memory_utilization`, but vLLM
-    measures the activations, and here *step_bytes* is an estimate from the model's sizes.
+    The engine may use the fraction *share* of *total_bytes*, as with vLLM's `gpu_memory_utilization`. vLLM measures the
+    activations; *step_bytes* is an estimate from the sizes of the model.
     """
 
     total_bytes: int
@@ -33,9 +33,9 @@ class GpuShare:
 
     @classmethod
     def of(cls, config: Config, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Self:
-        """Return the division for *model* in *dtype*. Raise ValueError if *device* is not a GPU.
+        """Return the division for a *model* with weights in *dtype*. Raise ValueError if *device* is not a GPU.
 
-        The model may be on the meta device.
+        The model itself may be on the meta device, without weights.
         """
         share = config.device.gpu_memory_utilization
         assert share is not None, "gpu_memory_utilization is not set"
@@ -69,7 +69,7 @@ class GpuShare:
 
 
 def device_capacity(config: Config, model: PreTrainedModel) -> int:
-    """Return the bytes of KV on the model's device: the configured capacity, or the pool of its `GpuShare`."""
+    """Return the bytes for KV blocks on the model's device, as configured or left by `gpu_memory_utilization`."""
     if config.device.gpu_memory_utilization is None:
         return config.device.capacity
     return GpuShare.of(config, model, model.dtype, model.device).pool_bytes

@@ -15,8 +15,8 @@ from kvtier.engine.model.paged_segment import reads
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
-# The same for a model on the meta device, without masks. transformers reads positions to create masks, and there are no
-# values to read on that device.
+# The same for a model on the meta device, without masks. To create masks, transformers reads the values of positions,
+# and tensors on that device have no values.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
 # Rotary embeddings with which keys depend on the length of the prompt. Blocks of equal names could differ with them.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -30,7 +30,7 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """An attention layer's kind and geometry, as observed."""
+    """An attention layer's kind of attention and sizes, as found by running the model."""
 
     group: AttentionGroup
     num_kv_heads: int
@@ -64,7 +64,7 @@ def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
 
 
 def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
-    """Return each layer's kind of attention and bytes per block, for values of *itemsize* bytes.
+    """Return each layer's kind of attention and bytes per block, with *itemsize* bytes for each number.
 
     The model may be on the meta device.
 
@@ -76,11 +76,11 @@ def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tu
 
 
 class _Observation:
-    """A replacement of a model's attention and mask functions that records each layer's calls.
+    """A replacement of a model's attention and mask functions, which records how each layer calls them.
 
-    `make_mask` gives the model transformers' own masks and records each mask's rule, a function that says for any two
-    positions whether the query reads the key. A layer that passes such a mask to `attend` therefore shows which keys it
-    reads, even far beyond the two tokens. A layer that passes another mask is refused.
+    `make_mask` creates transformers' own mask and records its rule: a function that says for any two positions whether
+    the query reads the key. `attend` finds the rule of the mask that a layer passes. So it knows which keys the layer
+    reads, even far beyond the two tokens. A layer with any other mask is refused.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -148,7 +148,10 @@ class _Observation:
         )
 
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
-        """Raise `UnsupportedModel` if the layer's mask differs from that of its group, at the edges or far away."""
+        """Raise `UnsupportedModel` if the layer's mask does not fit its kind of attention.
+
+        The masks are compared near the edges of windows or chunks, and at far positions.
+        """
         _, rule = self._masks.get(id(mask), (None, None))
         if rule is None:
             raise UnsupportedModel(
@@ -176,7 +179,7 @@ class _Observation:
             )
 
     def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
-        """Return a layer's kind of attention according to the configuration.
+        """Return a layer's kind of attention, as the model's configuration names it.
 
         Raises:
             UnsupportedModel: If the kind is not supported or contradicts the *window* that the layer passes.
@@ -232,7 +235,7 @@ def _refuse_configuration(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
-            "an adapter is loaded into it, and block names would not depend on the adapter; configure it in [lora]"
+            "an adapter is already loaded into it; load the model without it, and configure it in [lora]"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModel("it scales attention by a row's index in the batch (attn_temperature_tuning)")

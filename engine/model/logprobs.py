@@ -26,10 +26,10 @@ class TokenLogprobs:
 def step_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """Return the log probabilities of each row's token and most likely tokens, given *logits* `[rows, vocab]`.
+    """Return for each row of *logits* `[rows, vocab]` the log probabilities of its token and of its likeliest tokens.
 
-    *token_ids* has one token for each row. *num_tops* has the number of most likely tokens to return for each row, or
-    None for a row that needs no log probabilities, whose result is None.
+    *token_ids* has the token of each row. *num_tops* has the number of likeliest tokens to return for each row. If it
+    is None, the row needs no log probabilities, and its result is None.
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]

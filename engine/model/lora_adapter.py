@@ -29,7 +29,7 @@ _ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeErro
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraDelta:
-    """The addition to one linear layer's output: scale · up(down(input))."""
+    """The term that a LoRA adds to the output of one linear layer: scale · up(down(input))."""
 
     down: torch.Tensor  # [rank, in_features], peft's lora_A
     up: torch.Tensor  # [out_features, rank], lora_B
@@ -86,9 +86,10 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
 
 
 def deltas_digest(deltas: Mapping[str, LoraDelta]) -> str:
-    """Return the digest of all that changes keys and values: layers, scales, and the weights' shapes, dtypes and bytes.
+    """Return a digest of everything in an adapter that changes keys and values.
 
-    The other fields of the adapter's configuration (the task, the base model's name, dropout) do not change them.
+    This is the layers' names, the scales, and the shapes, dtypes and bytes of the weights. Other fields of an adapter's
+    configuration, such as the task or dropout, change no keys or values.
     """
     total = hashlib.sha256()
     for name, delta in sorted(deltas.items()):
@@ -168,7 +169,7 @@ def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
     # A model without weights (`kvtier serve --check-config`) can only be compared by shape.
     is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
     if not is_same:
-        raise UnusableLora(f"it has other weights of {name} than the base model; merge the adapter into its base model")
+        raise UnusableLora(f"it has other weights of {name} than this model; merge the adapter into its own base model")
 
 
 def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -180,9 +181,9 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _line(error: BaseException) -> str:
-    """Return the line of an error of torch or peft that says the most.
+    """Return the most informative line of an error message of torch or peft.
 
-    If the shapes of weights differ, this is the first line that names a layer, otherwise the first line.
+    This is the first line that names a layer whose weights have another shape, or else the first line.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return next((line for line in lines if line.startswith("size mismatch")), lines[0])

@@ -1,4 +1,4 @@
-"""LoraRows: hooks that add, to each row of a forward pass, the deltas of the adapter that the row's request uses."""
+"""LoraRows: hooks that apply LoRA adapters in a forward pass, in which each request may use another adapter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ _current: ContextVar[tuple["LoraRows | None", Sequence["LoraSpan"]]] = ContextVa
 
 @dataclass(frozen=True, slots=True)
 class LoraSpan:
-    """The consecutive rows of a pass that use one adapter."""
+    """The consecutive rows (tokens) of a forward pass that use one adapter."""
 
     rows: slice  # of most layers, which have one row for each token
     logits: slice  # of the output layer, which has rows only for the tokens whose logits are wanted
@@ -33,15 +33,14 @@ class LoraSpan:
 
 
 class LoraRows:
-    """Forward hooks that add LoRA deltas to the outputs of a model's layers; owned by the model's runner.
+    """Forward hooks that add the outputs of LoRA adapters to those of a model's layers. The model's runner owns them.
 
     The first pass that uses an adapter sets the hooks, and the next pass that uses none removes them. So adapters that
-    no request uses cost nothing (an idle hook costs 1 us per layer). Switching adapters between passes needs no work,
-    because a pass only gets other spans of rows.
+    no request uses cost nothing, whereas an idle hook costs 1 us per layer.
 
-    peft's own layers cannot be used: they take one adapter per sequence of a padded batch, and a step here is a single
-    sequence of all requests' tokens. When four adapters decode, a separate pass for each takes 3.7 times as long as a
-    step without adapters, and one pass with these hooks takes 1.22 times as long (bench/engine/lora.py).
+    peft's own layers cannot be used, because they take one adapter per sequence of a padded batch. Here one sequence
+    holds the tokens of all requests. If requests with four adapters decode, one pass with these hooks takes 1.22 times
+    as long as a step without adapters. A separate pass for each adapter takes 3.7 times as long (bench/engine/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:
@@ -52,7 +51,7 @@ class LoraRows:
 
     @contextmanager
     def on(self, spans: Sequence[LoraSpan]) -> Iterator[None]:
-        """Add the deltas of *spans* in the pass that runs in the context."""
+        """Apply the adapters of *spans* to their rows in the forward pass that runs in the context."""
         if not spans:
             self.unhook()
         elif not self._hooks:
@@ -72,7 +71,7 @@ class LoraRows:
 
     @contextmanager
     def inputs(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Record the layers' inputs in the passes that run in the context, [rows, in_features] by layer name."""
+        """Record the inputs of the adapted layers in the context: tensors [rows, in_features] by layer name."""
         seen: dict[str, torch.Tensor] = {}
 
         def see(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -88,10 +87,10 @@ class LoraRows:
     def check_order(
         self, both: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], num_tokens: int
     ) -> None:
-        """Raise `UnusableLora` if a layer's rows are not the tokens of the pass in order.
+        """Raise `UnusableLora` if a layer gets its tokens in another order or number than the pass has.
 
-        *both* holds the inputs of each layer in a pass of two chunks, which have *num_tokens* tokens each. *second*
-        holds the inputs in a pass of the second chunk alone.
+        *both* holds the inputs of the layers in a pass of two chunks, which have *num_tokens* tokens each. *second*
+        holds their inputs in a pass of the second chunk alone.
         """
         for name, rows in both.items():
             num_rows = 1 if self._layers[name] is self._output_layer else num_tokens
@@ -106,7 +105,7 @@ class LoraRows:
             )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """Add the deltas to the output of the layer called *name*, in place. This is the layer's hook."""
+        """Apply the adapters to the output of the layer called *name*, in place. This is the layer's hook."""
         owner, spans = _current.get()
         if owner is not self:  # another engine's pass on the same model
             return

@@ -1,4 +1,7 @@
-"""Miniatures of a model: the same code with narrow layers, small limits and random weights, in float32 on the CPU."""
+"""Miniatures: small copies of a model, on which `check` compares attention on long prompts in a short time.
+
+A miniature has the model's code, narrow layers, small limits and random weights, in float32 on the CPU.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +34,7 @@ class NoMiniature(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A reference to one number in a configuration."""
+    """A reference to one number in a model's configuration, which can be read and replaced."""
 
     holder: Any  # a configuration, a dict or a list
     key: str | int
@@ -52,13 +55,13 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
     """Yield small models with the class of *model* and a reduced copy of its configuration, the smallest first.
 
     *layers* are the kinds of the model's attention layers, in order. A miniature has enough layers to include one of
-    each kind. Widths, depth and vocabulary are cut as far as the model's code allows. Then every number above `LIMIT`
-    that shapes no weight becomes `LIMIT`, whatever its name: windows, top-k, block sizes, lengths at which the code
-    changes its behaviour. Weights are random but always the same. The larger models are for callers that find that a
-    smaller one differs too much from the original.
+    each kind. Widths, number of layers and vocabulary are small. Every other number above `LIMIT` in the configuration
+    becomes `LIMIT`, if no weight's shape depends on it and the code still runs: windows, top-k, block sizes, lengths at
+    which the code changes its behaviour. Weights are random but always the same. A caller that finds a model too
+    different from the original can try the next, larger one.
 
     Raises:
-        NoMiniature: After the last model.
+        NoMiniature: If the caller asks for a model after the last one, or if none could be built.
     """
     reason: Exception | None = None
     depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == set(layers)))
@@ -135,7 +138,10 @@ def _cut_heads(config: PreTrainedConfig) -> None:
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model from *config*, with numbers that shape no weight cut to `LIMIT` unless the code then fails."""
+    """Build a model from *config*, with as many numbers as possible cut to `LIMIT`.
+
+    A number stays as it is if the shape of a weight depends on it, or if the code fails with `LIMIT`.
+    """
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
         raise ValueError("even a small model has too many parameters")
@@ -155,7 +161,7 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return the configuration and, if it is a different one, that of its text model."""
+    """Return the configuration and, if it has a separate one for its text model, that one too."""
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 

@@ -1,4 +1,4 @@
-"""ModelClaim: one engine's use of a transformers model that its owner and other engines may use too."""
+"""ModelClaim: an engine's use of a transformers model, which the caller and other engines may use too."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class ModelClaim:
     """An engine's claim on a model. While a model has claims, it uses kvtier's attention function.
 
     After the release of the last claim, the model uses its own attention function again. Engines in different threads
-    may share a model, so each computes under `alone`.
+    may share a model, so an engine computes only within `alone`, which admits one engine at a time.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,13 +47,13 @@ class ModelClaim:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other engines from computing with the model or changing its attention in the context."""
+        """While in the context, keep other engines from computing with the model or changing its attention."""
         with self._shared.in_use:
             yield
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Give the model transformers' own attention in the context, and keep other engines from using it."""
+        """While in the context, make the model use transformers' own attention, and keep other engines from it."""
         with self.alone():
             self._model.set_attn_implementation("eager")
             try:
@@ -76,7 +76,7 @@ class ModelClaim:
     def release(self) -> None:
         """End the claim. May be called repeatedly.
 
-        The end of the last claim restores the model's own attention function, unless the model's owner set another one.
+        The last claim to end restores the model's own attention function, unless the caller has set another one.
         """
         with _lock:
             if self._is_released:

@@ -1,15 +1,16 @@
-"""Choice: whether a segment's attention reads blocks in place or gathers (copies) them, whichever is faster here.
+"""Choice: whether attention reads KV blocks in place or gathers (copies) them first, whichever is faster.
 
-The speeds are measured once per process for each `Shape`, when a model's attention runs for the first time. This
-happens at load, when `ModelRunner` compares the model with its own attention, so no request waits for it. The choice
-for a class of segments is then fixed for the life of the process, even for a second engine. So a request's path does
-not depend on earlier requests. Blocks are always gathered on a CPU, without Triton, or if the kernel does not compile
-or gives other results. Single tokens on a CPU take neither path if `cpu.row_attention` computes them.
+A segment is the tokens of one request in one step. Segments are divided into classes by their numbers of queries and
+keys. For each class, the speeds of both paths are measured once per process and `Shape`, at load, so no request waits
+for it. The choice then stays the same for the life of the process. So it does not depend on earlier requests.
 
-Two computations of a block may differ in the last bits, because the two paths round differently and another process may
-measure other speeds. Another chunk size or batch has the same effect. This is harmless. A block's name stands for equal
-tokens under equal weights, and nothing compares the bytes of two computations. Bytes that are published under a name
-never change: a request that recomputes the block adopts the first copy, and tiers only copy.
+Blocks are always gathered on a CPU, without Triton, or if the kernel does not compile or gives wrong results. On a CPU,
+`cpu.row_attention` may compute single tokens, without either path.
+
+The two paths round differently, and another process may choose another path. So two computations of a block may differ
+in the last bits, as they do with another chunk size or batch. This is harmless, because nothing compares the bytes of
+two computations. Once a block is published under its name, its bytes never change: tiers only copy them, and a request
+that computes the block again adopts the first copy.
 """
 
 import bisect
@@ -42,7 +43,7 @@ NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a layer's attention that determine its speed, besides the numbers of queries and keys."""
+    """The properties of a layer's attention that determine its speed, in addition to the class of the segment."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,12 +60,12 @@ Class = tuple[int, int]  # class of a segment: the ranges of QUERY_BOUNDS and KE
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The set of segment classes that are gathered. Segments of all other classes are read in place."""
+    """The classes of segments whose blocks are gathered. The blocks of all other segments are read in place."""
 
     gathered: frozenset[Class]
 
     def in_place(self, part: Segment) -> bool:
-        """Return whether the segment is read in place."""
+        """Return whether the segment's blocks are read in place."""
         return class_of(part) not in self.gathered
 
 
@@ -72,7 +73,7 @@ ALL_GATHERED = Choice(frozenset(product(range(len(NUM_QUERIES)), range(len(ENDS)
 
 
 def class_of(part: Segment) -> Class:
-    """Return the class of a segment."""
+    """Return the class of a segment, by its numbers of queries and keys."""
     return bisect.bisect_left(QUERY_BOUNDS, part.num_queries), bisect.bisect_left(KEY_BOUNDS, part.num_keys)
 
 
@@ -82,7 +83,7 @@ _choices: dict[Shape, Choice] = {}  # per process, because two engines of one sh
 def choose(shape: Shape, slab: torch.Tensor) -> Choice:
     """Return the choice for *shape*, measured on *slab* the first time. The slab is only read.
 
-    Measuring blocks for about a second, and longer when Triton compiles for the first time on a machine.
+    The measurement blocks the caller for about a second, or longer if Triton has to compile the kernels first.
     """
     choice = _choices.get(shape)
     if choice is None:
@@ -122,8 +123,8 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         torch.cuda.set_rng_state(state, shape.device)
         torch.cuda.empty_cache()  # free the memory that gathering used for the longest context
     log.info(
-        "attention of %s: blocks will be gathered for these classes of numbers of queries and keys, and else read in "
-        "place: %s",
+        "attention of %s: blocks will be gathered for these classes of segments (by queries, by keys), and read in "
+        "place for all others: %s",
         shape,
         sorted(gathered),
     )
@@ -131,7 +132,7 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
 
 
 def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
-    """Return the classes in which gathering was faster."""
+    """Return the classes of segments for which gathering was faster."""
     slower: dict[Class, bool] = {}
     for num_queries, end in product(NUM_QUERIES, ENDS):
         if num_queries > end:
@@ -145,9 +146,9 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
 
 
 def largest_error(shape: Shape) -> float:
-    """Return the largest difference between the two paths, for a short prompt and for a decoding step.
+    """Return the largest difference between the results of both paths, as a fraction of the largest value.
 
-    It is a fraction of the largest value.
+    Both compute a short prompt and a decoding step.
     """
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
@@ -186,7 +187,7 @@ def both_ways(
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """Return two functions that compute one layer's attention: in place, and over gathered blocks.
 
-    The work that a step does once for all layers is done before they are returned.
+    The functions do only the work of one layer; what a step prepares once for all layers is already done.
     """
     num_tokens, device, dtype = segments[-1].rows.stop, shape.device, shape.dtype
     query = torch.randn(1, num_tokens, shape.num_heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
@@ -213,7 +214,7 @@ def plan_for(shape: Shape, segments: list[Segment]) -> LaunchPlan:
 
 
 def median_seconds(call: Callable[[], torch.Tensor]) -> float:
-    """Return the median seconds of a round of calls; infinity if memory is short."""
+    """Return the median seconds of several rounds of `CALLS_PER_ROUND` calls; infinity if memory is short."""
     rounds = []
     try:
         for _ in range(NUM_ROUNDS + 1):

@@ -12,7 +12,7 @@ from kvtier.engine.model.paged_segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A layer's transformation of query-key products into scores."""
+    """The options with which a layer turns products of queries and keys into attention scores."""
 
     scale: float
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
@@ -23,8 +23,8 @@ class Scratch:
     """A buffer for the keys and values of one segment in one layer, reused by every layer, segment and step.
 
     The buffer grows to the size of the longest context. Without it, every layer of a long context would touch new
-    memory, because the allocator gets every allocation above 32 MiB from the kernel. On one CPU, this took 170 ms for
-    256 MiB, and the copy itself took 15 ms. Only the engine's thread uses the buffer.
+    memory, because the allocator gets every allocation above 32 MiB from the operating system. On one CPU, this took
+    170 ms for 256 MiB, and the copy itself took 15 ms. Only the engine's thread uses the buffer.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Scratch:
     def of(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor [num_rows, like.shape[1]] of undefined content, valid until the next call.
 
-        The first call determines dtype and device: those of *like*.
+        All tensors have the dtype and device of *like* in the first call.
         """
         size = num_rows * like.shape[1]
         if self._memory is None or self._memory.numel() < size:
@@ -51,7 +51,7 @@ def attend_gathered(
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     scratch: Scratch,
 ) -> None:
-    """Compute the attention of the *segments*, one after the other, and write their rows of *output*."""
+    """Compute the attention of the *segments*, one after the other, and write it to their rows of *output*."""
     for part in segments:
         keys, values = _gather(slab, layer, part, scratch)
         queries = query[:, :, part.rows]

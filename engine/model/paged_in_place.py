@@ -1,4 +1,4 @@
-"""Attention that reads the slab in place: plans a step's tiles on the host and launches the kernels of `paged_kernel`.
+"""Attention that reads KV blocks in place: plans the work of a step, and launches the kernels of `paged_kernel`.
 
 Triton comes with the CUDA builds of torch, not with the CPU build. Without Triton `supports` returns False, and no
 other function of this module may be called.
@@ -37,7 +37,7 @@ ALIGNMENT = 4  # int32 words, because Triton recompiles for a pointer that is no
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The segments of a step that are computed with one tile size, in one kernel launch."""
+    """One kernel launch of a step, for all segments that are computed with the same tile size."""
 
     tile_rows: int
     tile_queries: int
@@ -49,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A step's segments in the kernels' format, for all layers of the group."""
+    """The segments of a step in the format of the kernels. All layers of an attention group use the same plan."""
 
     segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
     slots: torch.Tensor  # int32: the block tables of all segments, one after the other
@@ -59,7 +59,7 @@ class LaunchPlan:
 def supports(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, group: AttentionGroup
 ) -> bool:
-    """Return whether the kernels support this shape: head_dim up to 256, up to 128 query heads per KV head."""
+    """Return whether the kernels support attention of this device, dtype, shape and kind."""
     return (
         dtype in DTYPES
         and head_dim <= MAX_HEAD_DIM
@@ -79,9 +79,10 @@ def plan(
     device: torch.device,
     num_programs: int | None = None,  # programs to cut a segment into; by default derived from the device's processors
 ) -> LaunchPlan:
-    """Cut each segment into tiles and splits, and copy the plan to the device in one transfer.
+    """Plan the kernel launches for *segments*, and copy the plan to the device in one transfer.
 
-    The cuts of a segment do not depend on the other segments, so its results are the same in any batch.
+    The queries of each segment are cut into tiles, and the keys of each tile into splits. The cuts do not depend on
+    other segments, so the results of a segment are the same in any batch.
     """
     heads_per_kv = num_heads // num_kv_heads
     num_programs = _num_programs(device) if num_programs is None else num_programs
@@ -133,7 +134,10 @@ def attend_in_place(
     scoring: Scoring,
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
 ) -> None:
-    """Compute the attention of the plan's segments into their rows of *output*, on CUDA in the current stream."""
+    """Compute the attention of the plan's segments in one layer, and write it to their rows of *output*.
+
+    With CUDA, the kernels run in the current stream.
+    """
     from kvtier.engine.model import paged_kernel as kernel
 
     if query.stride(-1) != 1:
@@ -200,7 +204,7 @@ def attend_in_place(
 def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
     """Return the number of splits into which the keys of each tile of a segment are cut.
 
-    The segment would have *num_programs_alone* programs without splits, and should have about *num_programs*.
+    Without splits, the segment has *num_programs_alone* programs. About *num_programs* are needed to fill the GPU.
     """
     match part.group:
         case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):
@@ -211,7 +215,7 @@ def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_p
 
 
 def _kind(group: AttentionGroup) -> tuple[int, int]:
-    """Return the kernel's MASK and its span in tokens."""
+    """Return the kernel's number for this kind of mask, and the size of its window or chunk in tokens."""
     match group:
         case SlidingWindow(window_tokens=window):
             return 1, window

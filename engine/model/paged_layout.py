@@ -1,4 +1,4 @@
-"""PagedLayout: the assignment of layers to slabs, and the sizes of their blocks."""
+"""PagedLayout: the division of a model's layers into groups that share a slab of KV blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,11 @@ from kvtier.transfer.device_slab import DeviceSlab
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """A partition of the layers into groups of equal attention and geometry. Each group has its own slab."""
+    """The division of a model's layers into groups whose KV blocks share a slab.
+
+    A group holds the layers of the same kind of attention, number of KV heads and head size. Its slab is the device
+    tensor in which all of its KV blocks are stored.
+    """
 
     groups: tuple[AttentionGroup, ...]
     geometry: tuple[GroupGeometry, ...]  # of each group
@@ -30,20 +34,23 @@ class PagedLayout:
         )
 
     def num_slots(self, capacity_bytes: int) -> int:
-        """Return how many blocks of every group fit into *capacity_bytes*. Raise ValueError if fewer than two do."""
+        """Return the number of slots per slab if all slabs together take at most *capacity_bytes*.
+
+        A slot holds one block, and every slab has the same number of slots. Raises ValueError if it is less than two.
+        """
         num_slots = capacity_bytes // sum(self.block_bytes)
         if num_slots < 2:
             raise ValueError(
-                f"device capacity: {capacity_bytes} bytes hold {num_slots} blocks of {sum(self.block_bytes)} bytes; "
-                "raise device.capacity or lower device.block_size, so that it holds 2 blocks or more"
+                f"device capacity: {capacity_bytes} bytes hold {num_slots} blocks of {sum(self.block_bytes)} bytes, "
+                "and at least 2 are needed; raise device.capacity or lower device.block_size"
             )
         return num_slots
 
     def slabs(self, capacity_bytes: int, device: torch.device) -> list[DeviceSlab]:
-        """Allocate a slab for each group, all with the same number of slots, in *capacity_bytes* of memory.
+        """Allocate a slab for each group, in at most *capacity_bytes* of device memory for all slabs together.
 
         Raises:
-            ValueError: If the capacity is too small, or the device is short of memory.
+            ValueError: If the capacity is too small, or the device has too little free memory.
         """
         num_slots = self.num_slots(capacity_bytes)
         try:
@@ -66,7 +73,7 @@ class PagedLayout:
 
 
 def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtype) -> PagedLayout:
-    """Return the layout in which layers with equal attention and geometry share a slab, in the order of their ids."""
+    """Return the layout in which layers of equal attention and KV shape share a slab. *layers* maps ids to layers."""
     kinds = list(dict.fromkeys(layers.values()))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
     geometry = tuple(

@@ -25,7 +25,10 @@ ARRIVAL_WAIT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one request to compute in a step. The request holds leases on the blocks of *tables*."""
+    """Consecutive tokens of one request that a step computes.
+
+    The request must hold leases on the blocks of *tables*, so that they are not evicted during the step.
+    """
 
     token_ids: Sequence[int]
     start: int  # position of the first token
@@ -36,10 +39,11 @@ class Chunk:
 
 
 class PagedModel:
-    """A model together with its device slabs, which computes steps. Only one thread may call it.
+    """A transformers model that computes batches of requests, with their KV blocks in device slabs.
 
-    Layers of equal attention and geometry form a group, and each group has a slab of *num_slots* blocks. This class
-    does not check that paged attention gives the same results as the model's own attention; `ModelRunner` does.
+    Layers of equal attention and KV shape form a group. Each group has a slab, a tensor of *num_slots* blocks. This
+    class does not check that paged attention gives the same results as the model's own attention; `ModelRunner` does.
+    Only one thread may call this class's methods.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
@@ -73,7 +77,7 @@ class PagedModel:
             raise
 
     def close(self) -> None:
-        """Restore the model's own attention, unless another engine uses the model. The caller may keep the model."""
+        """Restore the model's own attention, unless another engine still uses the model. The model is not freed."""
         self.claim.release()
         self._row_attention.close()
 

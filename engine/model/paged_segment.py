@@ -1,4 +1,4 @@
-"""Segment: one request's part of a step in one attention group, with its rows, blocks and keys."""
+"""Segment: the tokens of one request in one step, and the KV blocks that they read in one attention group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,11 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, SlidingWind
 
 @dataclass(frozen=True)
 class Segment:
-    """The tokens *start* to *end* - 1 of a request, which are *rows* of the packed batch.
+    """The tokens of one request that a step computes, and the keys that they read in one attention group.
 
-    The tokens read the keys *first_key* to *end* - 1, which are in the blocks of *table*. Only gathering needs `mask`
-    and `half_rows`, so they are created on demand, once per step. A mask for 4k tokens after 128k takes half a GB.
+    The tokens have the positions *start* to *end* - 1 and are *rows* of the packed batch. The keys have the positions
+    *first_key* to *end* - 1 and are in the blocks of *table*. `mask` and `half_rows` are created on first use, because
+    only some attention code needs them. A mask for 4k tokens after a prefix of 128k takes half a GB.
     """
 
     group: AttentionGroup
@@ -37,24 +38,27 @@ class Segment:
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens in the table's blocks, up to the last token of this step."""
+        """Number of keys from *first_key* up to the key of the segment's last token."""
         return self.end - self.first_key
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads every key from *first_key* to its own, so that only later keys are masked."""
+        """Whether each token reads all keys from *first_key* to its own. If so, a mask only hides later keys."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
     def is_causal(self) -> bool:
-        """Whether SDPA's causal mask suffices: the queries and keys belong to the same tokens, at least two."""
+        """Whether PyTorch's SDPA can use its causal mask in place of `mask`.
+
+        That is possible if there are at least two tokens, and they read only their own and each other's keys.
+        """
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
     def half_rows(self, num_layers: int) -> torch.Tensor:
-        """Return the rows of the table's blocks in a slab of *num_layers* layers: [2 * num_blocks] int64.
+        """Return the rows of the slab that hold the table's blocks in the first layer: [2 * num_blocks] int64.
 
-        A row of the slab holds the keys, or the values, of one block in one layer. The result has the rows of keys in
-        the first layer, then the rows of values. Add 2 for each further layer.
+        The slab has *num_layers* layers. Each row of it holds the keys, or the values, of one block in one layer. The
+        result lists the rows of all keys, then the rows of all values. For layer i, add 2 * i to each row number.
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:
@@ -64,7 +68,7 @@ class Segment:
 
     @cached_property
     def mask(self) -> torch.Tensor | None:
-        """Mask [num_queries, num_keys], True if a query reads a key; None if `is_causal` or all keys are read."""
+        """Mask [num_queries, num_keys], True where a query reads a key; None if `is_causal` or one query reads all."""
         if self.is_causal or (self.num_queries == 1 and self.reads_all_before):
             return None
         queries = torch.arange(self.start, self.end, device=self.device)[:, None]
@@ -85,7 +89,10 @@ def segment(
 
 
 def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor that is True where a query reads a key, given their broadcastable positions."""
+    """Return a bool tensor that is True where a query reads a key.
+
+    *queries* and *keys* are positions of tokens, in shapes that can be broadcast.
+    """
     mask = keys <= queries
     match group:
         case SlidingWindow(window_tokens=window):
@@ -96,7 +103,7 @@ def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> t
 
 
 def oldest_key(group: AttentionGroup, position: int) -> int:
-    """Return the position of the first token that the token at *position* reads."""
+    """Return the position of the oldest token that the token at *position* attends to."""
     match group:
         case SlidingWindow(window_tokens=window):
             return max(0, position - window + 1)

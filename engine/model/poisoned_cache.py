@@ -8,7 +8,10 @@ from kvtier.transfer.poisoned_memory import PoisonedMemory
 
 
 class PoisonedCache(TieredCache):
-    """A `TieredCache` over `PoisonedMemory`. A step that reads a wrong slot, or reads too early, computes NaN."""
+    """A `TieredCache` that fills every newly allocated slot with NaN, to make bugs visible.
+
+    A step that reads a wrong slot, or reads a slot before its KV is complete, computes NaN.
+    """
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         tables = super().allocate(num_slots)

@@ -1,4 +1,4 @@
-"""ModelRunner: the engine's model with its adapters, verified at load against its own attention."""
+"""ModelRunner: the engine's model with its LoRA adapters, compared at load with the model's own attention."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,13 +26,14 @@ __all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner(PagedModel):
-    """The model as the engine runs it, owned and called by the engine's thread.
+    """A `PagedModel` with LoRA adapters, which verifies that kvtier's attention gives the model's own results.
 
-    Adapters change neither the model nor its namespace.
+    It refuses to run once the model was changed. Adapters change neither the model nor its namespace, the fields that
+    two engines must have in common to share KV blocks. Owned and called by the engine's thread.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
-        UnusableLora: If an adapter's deltas cannot be limited to its own rows.
+        UnusableLora: If an adapter's weights cannot be limited to the tokens of its own requests.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ModelRunner(PagedModel):
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
-            with oom_as_memory_error("comparing the model's attention with its own"):
+            with oom_as_memory_error("comparing kvtier's attention with the model's own"):
                 self._packed_linears = PackedLinears(model, available_bytes())
                 check_model(self)
                 check_miniature(self)
@@ -58,7 +59,7 @@ class ModelRunner(PagedModel):
             raise
 
     def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
-        """Return the namespace of this model's keys and values. Reads every weight to compute a digest."""
+        """Return the namespace of this model's KV blocks. Reads every weight of the model to compute a digest."""
         config = self.model.config
         return Namespace(
             model=str(getattr(config, "model_type", type(self.model).__name__)),
@@ -72,7 +73,10 @@ class ModelRunner(PagedModel):
         )
 
     def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
-        """Create the device and host memory of each group, with the same number of host slots for every group."""
+        """Create the device and host memory of each group of layers. Every group has the same number of host slots.
+
+        Raises ValueError if *host_capacity_bytes* is too small for one block.
+        """
         num_host_slots = host_capacity_bytes // sum(self.block_bytes)
         if host_capacity_bytes and not num_host_slots:
             raise ValueError(
@@ -93,7 +97,10 @@ class ModelRunner(PagedModel):
         return memories
 
     def attached_memories(self) -> list[AttachedMemory]:
-        """Create the memory of each group. Its host slots belong to a sidecar and are attached later."""
+        """Create the memory of each group of layers for an engine with a sidecar.
+
+        The host slots belong to the sidecar and are attached later.
+        """
         memories: list[AttachedMemory] = []
         with ExitStack() as undo:
             for slab in self.slabs:
@@ -103,7 +110,7 @@ class ModelRunner(PagedModel):
         return memories
 
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
-        """Wrap the memories so that their empty slots hold NaN."""
+        """Wrap the memories for `PoisonedCache`, so that slots hold NaN until KV is written to them."""
         return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
     @property
@@ -112,21 +119,25 @@ class ModelRunner(PagedModel):
         return self._change is not None
 
     def check_unchanged(self) -> bool:
-        """Return whether the model seems unchanged since load, by samples of its weights. Takes about 2 ms.
+        """Check the model for changes since load, and return True if none is found.
 
-        Once a change is detected, every pass raises `ChangedModel`.
+        The check compares samples of the weights and takes about 2 ms. Once a change is found, every pass raises
+        `ChangedModel`.
         """
         self._note(self._watch.sampled_change())
         return self._change is None
 
     def close(self) -> None:
-        """Restore the model's own attention, unless another engine uses the model. The caller may keep the model."""
+        """Restore the model's own attention, unless another engine still uses the model. The model is not freed."""
         super().close()
         if self._lora_rows is not None:
             self._lora_rows.unhook()
 
     def refuse_changed(self) -> None:
-        """Raise `ChangedModel` if the model's weights, parts or mode were changed. The check takes 0.1 ms."""
+        """Raise `ChangedModel` if the model's weights or modules were changed, or it is in training mode.
+
+        The check takes 0.1 ms.
+        """
         self._note(self._watch.change())
         if self._change is not None:
             raise ChangedModel(
@@ -177,7 +188,10 @@ class ModelRunner(PagedModel):
         return torch.cat([by_chunk[i] for i in range(len(chunks))])
 
     def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
-        """Return the span of rows of each adapter in *chunks*. Chunks of the same adapter must be consecutive."""
+        """Return for each adapter which rows of the batch, and of the logits, belong to its chunks.
+
+        Chunks of the same adapter must be consecutive.
+        """
         spans = []
         first_row = first_logits = 0
         for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
@@ -191,7 +205,7 @@ class ModelRunner(PagedModel):
         return spans
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:
-        """Raise `UnusableLora` unless the layers with adapters get the rows of their tokens in order."""
+        """Raise `UnusableLora` unless the layers with adapters receive one row per token, in the tokens' order."""
         num_tokens = min(self.block_size, 16)
         first, second = (
             Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])

@@ -15,7 +15,7 @@ MAX_BIAS = 100.0  # the limit of OpenAI and vLLM
 
 
 class InvalidParameter(ValueError):
-    """An error for an unusable sampling parameter.
+    """An error for an invalid sampling parameter.
 
     *name* is the parameter's name, with which the message begins. *what* is the rest of the message.
     """
@@ -30,25 +30,25 @@ class InvalidParameter(ValueError):
 class SamplingParams:
     """Sampling parameters of one request. The defaults give greedy sampling of 16 tokens.
 
-    *temperature* 0 is greedy. Otherwise *min_p* removes the tokens less likely than this fraction of the most likely
-    token, then *top_k* keeps this many of the most likely tokens, and then *top_p* keeps the most likely tokens with
-    this total probability. *min_p* 0, *top_k* 0 and *top_p* 1 keep every token. The same *seed* draws the same tokens;
-    None draws different tokens each time.
+    *temperature* 0 is greedy. Otherwise three filters are applied in this order. *min_p* removes the tokens that are
+    less likely than this fraction of the most likely token's probability. *top_k* keeps this many of the most likely
+    tokens. *top_p* keeps the most likely tokens with this total probability. *min_p* 0, *top_k* 0 and *top_p* 1 keep
+    every token. The same *seed* draws the same tokens; None draws different tokens each time.
 
-    Before these steps, logits are changed as in vLLM. *logit_bias* maps token ids to numbers that are added to their
+    Before these filters, logits are changed as in vLLM. *logit_bias* maps token ids to numbers that are added to their
     logits, limited to -100 to 100. *repetition_penalty* divides positive logits of tokens in prompt and output, and
     multiplies negative ones. *frequency_penalty* is subtracted once per occurrence of the token in the output.
     *presence_penalty* is subtracted once if the token occurs in the output. The output never completes one of the
     *bad_words*.
 
-    Generation ends after *max_tokens* tokens (with 0, the prompt is computed and nothing is generated), before a *stop*
-    string (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*.
-    Only *max_tokens* ends it within the first *min_tokens* tokens. Special tokens are not part of the text, except
-    those of *shown_token_ids*.
+    Generation ends after *max_tokens* tokens, at a *stop* string, at one of *stop_token_ids*, or at the model's end
+    token unless *ignore_eos* is set. The stop string is not part of the text. With *max_tokens* 0, the prompt is
+    computed and nothing is generated. Within the first *min_tokens* tokens, only *max_tokens* ends generation. Special
+    tokens are not part of the text, except those of *shown_token_ids*.
 
-    If *logprobs* is a number, each token has its log probability and those of this many most likely tokens, before all
-    changes to the logits. None disables log probabilities. *prompt_logprobs* does the same for the prompt's tokens,
-    which are then all computed even if they are cached.
+    If *logprobs* is a number, each token comes with its log probability and those of this many most likely tokens. They
+    are computed before all changes to the logits. None disables log probabilities. *prompt_logprobs* does the same for
+    the prompt's tokens, which are then all computed even if they are cached.
 
     With *structured_outputs* the text follows a schema or a grammar, regardless of other changes to the logits. It ends
     when it is complete by the schema or grammar, even within the first *min_tokens* tokens.
@@ -94,13 +94,13 @@ class SamplingParams:
         _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "use 1 or more, or 0 to generate nothing")
         in_range = math.isfinite(self.temperature) and self.temperature >= 0
         _require(in_range, "temperature", self.temperature, "use 0 for greedy sampling, or a positive number")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0 and at most 1, which keeps every token")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number above 0, up to 1; 1 keeps every token")
         _require(self.top_k >= 0, "top_k", self.top_k, "use 1 or more, or 0 to keep every token")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use at most 1, or 0 to keep every token")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use a number from 0 to 1; 0 keeps every token")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require((value or 0) >= 0, name, value, "use 0 for those of the token only, or None to disable them")
+            _require((value or 0) >= 0, name, value, "use 0 or more, or None for no log probabilities")
         in_range = 0 <= self.min_tokens <= self.max_tokens
         _require(in_range, "min_tokens", self.min_tokens, f"use 0 to {self.max_tokens} (max_tokens)")
         self._check_penalties()
@@ -118,7 +118,7 @@ class SamplingParams:
         in_range = math.isfinite(factor) and factor > 0
         _require(in_range, "repetition_penalty", factor, "use 1 for no penalty, or more for fewer repetitions")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "use -2 to 2, where 0 is none")
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "use -2 to 2; 0 is no penalty")
         for token_id, bias in self.logit_bias.items():
             fine = _is_whole(token_id) and token_id >= 0 and not math.isnan(bias)
             _require(fine, "logit_bias", {token_id: bias}, "give token ids and numbers between -100 and 100")

@@ -10,9 +10,10 @@ from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A model's defaults for parameters that a request leaves out; None if the model has no default.
+    """A model's default sampling parameters, for requests that leave these parameters out.
 
-    As in vLLM, only these settings are used, and `do_sample` is ignored.
+    A field is None if the model has no default. As in vLLM, all other settings of the model's file, such as
+    `do_sample`, are ignored.
     """
 
     temperature: float | None = None

@@ -1,4 +1,4 @@
-"""WeightsWatch: detects changes to a model's weights or parts after blocks were named by their digest."""
+"""WeightsWatch: detects changes to a model's weights or modules, after which cached KV blocks no longer match."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,13 @@ Mark = tuple[int, int]  # a tensor's data address and version counter
 
 
 class WeightsWatch:
-    """A record of a model's tensors and modules at the time the watch was created.
+    """A detector of changes to a model since the watch was created.
 
-    `change` detects tensors that were written to in place (torch counts writes), replaced, moved or cast, and modules
-    that were replaced. `sampled_change` also detects added parts, hooks, changes of the configuration, and writes that
-    torch does not count, such as through `.data` or numpy, if they reach one of a few sampled numbers of each tensor.
-    Neither method detects other uncounted writes, or changes of attributes that are not tensors.
+    `change` detects modules that were replaced, and tensors that were replaced, moved, cast or written to in place. It
+    reads torch's counters of writes. `sampled_change` also detects added tensors or modules, hooks and changes of the
+    configuration. It also compares a few sampled numbers of each tensor, because torch does not count all writes, such
+    as those through `.data` or numpy. Neither method detects uncounted writes to other numbers, or changes of
+    attributes that are not tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -74,7 +75,7 @@ class WeightsWatch:
 
     @torch.no_grad()
     def _take(self) -> list[bytes]:
-        """Return the bytes of the sampled numbers of each tensor, copied at once for each device and dtype."""
+        """Return the bytes of each tensor's sampled numbers. Samples of one device and dtype are copied together."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for i, (_, tensor, _) in enumerate(self._sampled):
             groups[tensor.device, tensor.dtype].append(i)
@@ -115,7 +116,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices of the sampled numbers: spread over the tensor, and in different columns."""
+    """Return the flat indices of the numbers to sample, which are spread evenly over the tensor."""
     last = tensor.numel() - 1
     spread: Sequence[int] = [i * last // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
     return torch.tensor(spread, device=tensor.device)

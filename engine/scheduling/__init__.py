@@ -1,1 +1,1 @@
-"""The request queue, the scheduler of steps, and the loading of each request's cached prefix to the device."""
+"""The request queue, the scheduler of each step, and the loading of cached prefixes to the device."""

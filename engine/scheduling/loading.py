@@ -1,4 +1,4 @@
-"""The loading of one request's cached prefix, from the queue until the prefix is on the device."""
+"""Loading: brings one request's cached prefix to the device, from the first lookup to the last copied block."""
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from kvtier.transfer.layer_gate import LayerGate
 if TYPE_CHECKING:
     from kvtier.engine.scheduling.request import Request
 
-MAX_PROMOTIONS = 3  # per request: a corrupt block shortens one promotion, the next loads what is left
+MAX_PROMOTIONS = 3  # per request; if a bad block ends a promotion early, the next one loads the rest
 # If a promotion ended early for one of these reasons, the rest of the prefix is looked up and promoted again.
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK, Reason.EVICTED_FROM_REMOTE})
 ARRIVAL_POLL_S = 0.01
@@ -31,14 +31,14 @@ HIT_LASTS_S = 0.05  # reuse a lookup result for this long: looking up 8,192 bloc
 
 
 class LoadingState(StrEnum):
-    """State of a loading."""
+    """State of a `Loading`."""
 
-    QUEUED = "queued"  # the hit has not been looked up, or is outdated
+    QUEUED = "queued"  # the hit has not been looked up, or was discarded
     FOUND = "found"  # the hit is known; the request waits for its turn and for slots
     ROOM = "room"  # dirty blocks are copied down to make room for the hit; the load's time limit runs
     PARKED = "parked"  # the hit is being promoted; the request computes nothing meanwhile
     EARLY = "early"  # a step computes on the layers of the hit that have arrived
-    LATE = "late"  # such a step was discarded; the request is parked until all layers have arrived
+    LATE = "late"  # the early step was discarded; the request is parked until all layers have arrived
     SPLIT = "split"  # the request computes the beginning of the hit while the rest is promoted
     LOADED = "loaded"  # the part of the hit that arrived is in the request's tables, which own the leases
     GIVEN_UP = "given up"  # the request has ended, or starts again from the queue; nothing is leased
@@ -89,9 +89,12 @@ class _Found:
 
 
 class Loading:
-    """The state machine that brings the cached prefix of one request's prompt to the device.
+    """A state machine that brings the cached prefix of one request (its hit) to the device.
 
-    The scheduler triggers its events and queries its state. Owned by the engine's thread.
+    The load has two phases. First, the request waits for *room*: dirty blocks that the hit would evict from the device
+    are copied to host memory. Then the missing blocks are *promoted*, which means copied to device slots. A hit can be
+    *split*: the request computes the beginning while the rest is promoted. The scheduler calls the methods in this
+    table. Owned by the engine's thread.
 
     | event          | from                 | to                                                                   |
     |----------------|----------------------|----------------------------------------------------------------------|
@@ -99,18 +102,18 @@ class Loading:
     | `defer`        | queued, found, room  | queued, because another request computes what this one needs         |
     | `wait_turn`    | room                 | found; the load's time limit stops. Other states do not change       |
     | `ask_for_room` | found, room          | room                                                                 |
-    | `begin`        | room                 | split if a part is computed; loaded if all is on device; else parked |
-    | `take_in`      | parked, late         | loaded; or parked, if a damaged block cut the hit, to promote more   |
-    |                | split                | loaded, once the beginning is computed too                           |
+    | `begin`        | room                 | split for a split hit; loaded if all is on the device; else parked   |
+    | `take_in`      | parked, late         | loaded; parked again if a block was corrupt or evicted meanwhile     |
+    |                | split                | loaded, once the request has computed the beginning                  |
     | `begin_early`  | parked               | early, if layers arrive one by one and slots are free; else parked   |
     |                | late                 | late                                                                 |
     | `settle`       | early                | loaded if all blocks arrived; late if some are still in flight;      |
     |                |                      | as for `take_in` if some failed                                      |
     | `give_up`      | all but the last two | given up                                                             |
 
-    In the states `WAITING`, a loading leases nothing. In the states `COMING`, it leases the promotion's slots. In state
-    *early* it also leases slots for the tokens of the step. In state *split* the slots in the request's tables are
-    leased, too, and the request releases them.
+    In the states `WAITING`, a loading leases no slots. In the states `COMING`, it leases the slots of the promotion. In
+    state *early* it also leases slots for the tokens that the step computes. In state *split* the request's tables hold
+    leases, too, which the request releases.
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
@@ -132,17 +135,20 @@ class Loading:
 
     @property
     def last_hit(self) -> Hit | None:
-        """Result of the last lookup; None if there is none or it is outdated."""
+        """Result of the last lookup, which may be outdated; None if there is none."""
         return None if self._found is None else self._found.hit
 
     @property
     def is_asking(self) -> bool:
-        """Whether a slow tier has not answered the inquiry yet. A lookup after its answer may find more blocks."""
+        """Whether a slow tier has not yet answered `inquire`. A lookup after the answer may find more blocks."""
         return not self._inquiry.is_done
 
     @property
     def has_come(self) -> bool:
-        """Whether `take_in` may be called: no block is in flight, and the beginning of a split hit is computed."""
+        """Whether `take_in` may be called, because no block is in flight any more.
+
+        For a split hit, the request must also have computed all tokens before the promoted part.
+        """
         promotion = self._promotion
         if promotion is None or not promotion.done:
             return False
@@ -150,36 +156,36 @@ class Loading:
 
     @property
     def num_tokens(self) -> int:
-        """Length in tokens of the prefix being promoted, including the blocks that are still in flight."""
+        """Length in tokens of the prefix being loaded, including the blocks that are still in flight."""
         return self._coming.num_tokens
 
     @property
     def num_to_compute(self) -> int:
-        """Number of tokens at the beginning of a split hit that the request still has to compute; otherwise 0."""
+        """For a split hit, the number of tokens before the promoted part that are still to be computed; else 0."""
         return max(0, self._coming.start - self._request.num_computed)
 
     @property
     def gate(self) -> LayerGate | None:
-        """Gate at which a step that begins early waits for each layer; None for all other steps."""
+        """Gate with which a step in state *early* waits for each layer's blocks; None in all other states."""
         return self._coming.gate if self.state is LoadingState.EARLY else None
 
     def num_slots(self) -> list[int]:
-        """Return for each group how many device slots are leased or reserved for the prefix being promoted."""
+        """Return for each attention group how many device slots are leased or reserved for the prefix."""
         promotion = self._coming
         kept = self._cache.num_to_come(promotion)
         return [num_leased(table) + to_come for table, to_come in zip(promotion.tables, kept, strict=True)]
 
     @property
     def num_hit_tokens(self) -> int:
-        """Once loaded, the number of tokens that came from the cache."""
+        """Number of tokens that came from the cache. Valid once the prefix is loaded."""
         return self._coming.num_tokens + self._coming.num_copied - self._coming.num_computed
 
     def balance(self) -> TokenBalance:
-        """Return, once loaded, where the tokens of the prompt came from."""
+        """Return how many of the prompt's tokens came from each tier. Valid once the prefix is loaded."""
         return self._coming.balance(len(self._request.prompt_token_ids))
 
     def trail(self) -> Trail:
-        """Return, once loaded, the origin of each block of the prompt."""
+        """Return the origin of each block of the prompt. Valid once the prefix is loaded."""
         promotion, request = self._coming, self._request
         num_names = len(request.prompt_token_ids) // promotion.chain.block_size
         return Trail(
@@ -201,7 +207,7 @@ class Loading:
             self._inquiry = self._cache.lookups.inquire(request.chain, len(request.token_ids))
 
     def look_up(self) -> Hit:
-        """Look up the request's hit, unless that was done less than `HIT_LASTS_S` ago."""
+        """Return the request's hit, looking it up again if the last result is older than `HIT_LASTS_S`."""
         self._expect(WAITING)
         began_at = self._around.clock()
         if self._found is None or began_at >= self._found.until:
@@ -213,7 +219,7 @@ class Loading:
         return self._found.hit
 
     def defer(self) -> None:
-        """Discard the hit, because another request is about to compute what this one needs."""
+        """Discard the hit, because another request is about to compute a prefix that both requests share."""
         self._expect(WAITING)
         if self.state is not LoadingState.QUEUED:
             self._withdraw()
@@ -221,19 +227,19 @@ class Loading:
             self._become(LoadingState.QUEUED)
 
     def wait_turn(self) -> None:
-        """Stop waiting for room, because the request must wait for slots or for its turn.
+        """Leave the state *room*, because the request must first wait for slots or for its turn.
 
-        Do nothing if the loading is not waiting for room.
+        Do nothing in other states.
         """
         if self.state is LoadingState.ROOM:
             self._withdraw()
             self._become(LoadingState.FOUND)
 
     def ask_for_room(self) -> bool:
-        """Start copies down that make room for the hit, and return whether the load may begin.
+        """Start to copy down the dirty blocks that the hit would evict, and return whether the load may begin.
 
-        The load may begin when there is room, when waiting for room took too long, or when waiting is known to be
-        useless. Call this in every step until it returns True; in a step without this call, call `wait_turn`.
+        The load may begin if there is nothing to wait for, or if this wait or an earlier request's wait took too long.
+        Call this in every step until it returns True. In a step without this call, call `wait_turn`.
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
@@ -260,7 +266,7 @@ class Loading:
         return True
 
     def begin(self) -> None:
-        """Lease the hit's blocks on the device and start to promote the rest."""
+        """Lease the hit's blocks that are on the device, and start to promote the others."""
         self._expect({LoadingState.ROOM})
         assert self._found is not None, "a load begins before its hit is looked up"
         hit, self._found = self._found.hit, None
@@ -281,7 +287,7 @@ class Loading:
     # --- events while the hit is promoted
 
     def take_in(self) -> None:
-        """Hand the loaded prefix over to the request, or promote more if a damaged block cut it short."""
+        """Hand the loaded prefix over to the request. If a bad block cut it short, try to load the rest first."""
         assert self.has_come, "the prefix is still coming"
         if self.state is LoadingState.SPLIT:
             self._join()
@@ -290,9 +296,9 @@ class Loading:
             self._arrive()
 
     def begin_early(self, max_tokens: int) -> int:
-        """Lease slots for a step that computes on the layers that have arrived, and return its number of tokens.
+        """Lease slots for a step that begins before all layers have arrived, and return its number of tokens.
 
-        Returns 0 if no such step is possible. The promotion keeps its leases.
+        Returns 0 if no such step is possible, for example because no slots are free. The promotion keeps its leases.
         """
         self._expect({LoadingState.PARKED, LoadingState.LATE})
         promotion = self._coming
@@ -315,8 +321,8 @@ class Loading:
     def settle(self) -> bool:
         """Wait briefly for all blocks that an early step used, and return True if they arrived and were verified.
 
-        Otherwise the computed tokens are discarded. The request then starts again from the blocks that arrived. If some
-        are still in flight, it keeps waiting for them while other requests compute.
+        Otherwise discard the tokens that the step computed. The request then resumes after the blocks that arrived.
+        While some blocks are still in flight, it waits and other requests compute.
         """
         self._expect({LoadingState.EARLY})
         request, promotion = self._request, self._coming
@@ -337,7 +343,7 @@ class Loading:
         return False
 
     def give_up(self) -> None:
-        """End the loading and release its leases. The request's tables still belong to the request."""
+        """End the loading and release its leases, but not those in the request's tables."""
         self._expect(WAITING | COMING)
         self._withdraw()
         if self.state is LoadingState.EARLY:  # only after the step has failed
@@ -382,7 +388,7 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """Stop waiting for room, without reporting an outcome to the breaker."""
+        """End the wait for room without reporting an outcome to the circuit breaker."""
         if self._attempt is not None:
             self._around.room.withdraw(self._attempt)
             self._attempt = None
@@ -410,9 +416,9 @@ class Loading:
         return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
-        """Give the request the hit's first blocks, which are on the device, and promote the blocks from `start` on.
+        """Give the request the hit's first blocks, which are on the device, and promote those from `hit.start` on.
 
-        The request computes the tokens between them meanwhile.
+        Meanwhile the request computes the tokens between these two parts.
         """
         front = self._cache.promote(self._cache.plans.on_device(hit))
         assert front.done, "a promotion of blocks that are on the device is not done at once"
@@ -422,7 +428,7 @@ class Loading:
         self._become(LoadingState.SPLIT)
 
     def _join(self) -> None:
-        """Append the loaded blocks of a split hit to the request's tables, now that all tokens before are computed."""
+        """Append the promoted blocks of a split hit to the request's tables, whose earlier tokens are now computed."""
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
@@ -440,7 +446,7 @@ class Loading:
             self._become(LoadingState.PARKED)
 
     def _arrive(self) -> None:
-        """Hand over the part of the prefix that arrived; if a damaged block cut it short, promote the rest."""
+        """Hand over the prefix that arrived. If a bad block cut it short, promote the rest first."""
         promotion = self._coming
         if promotion.reason_at_end in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(), start=0)  # what has arrived is on the device, so there is nothing to split
@@ -451,7 +457,7 @@ class Loading:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Count the promotion's tokens as computed by the request, whose tables now own the slots and leases."""
+        """Count the loaded tokens as computed by the request. Its tables now own the leases of their slots."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied

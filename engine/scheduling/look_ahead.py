@@ -13,17 +13,17 @@ NUM_REQUESTS = 64  # requests at the head of the queue to prefetch for
 
 
 class LookAhead:
-    """A prefetcher that pins the cached prefixes of the first waiting prompts in host memory, in queue order.
+    """A prefetcher: it loads the cached prefixes of waiting prompts into host memory and pins them there.
 
-    Its byte budget keeps a long queue from evicting everything else from host memory. Each prompt is looked up once.
-    Owned by the engine's thread.
+    Prompts are processed in queue order, each one once. A byte budget keeps a long queue from evicting everything else
+    from host memory. Owned by the engine's thread.
     """
 
     def __init__(self, cache: TieredCache, pins: TimedPins, max_bytes: Callable[[], int], lasts_s: float) -> None:
-        """Create a prefetcher without pins.
+        """Create a prefetcher that has pinned nothing yet.
 
-        *max_bytes* returns the current budget in bytes. A waiting prompt keeps its pin for *lasts_s* seconds at most;
-        afterwards its blocks may be evicted.
+        *max_bytes* returns the current budget in bytes. A pin ends after *lasts_s* seconds, even if its prompt still
+        waits; then the pinned blocks may be evicted.
         """
         self._cache = cache
         self._timed = pins
@@ -37,14 +37,14 @@ class LookAhead:
         return self._timed.num_bytes(self)
 
     def look(self, waiting: WaitingQueue) -> None:
-        """Pin the prefix of one more prompt, if the budget allows."""
+        """Pin the prefix of the next prompt that has not been processed yet, if the byte budget allows."""
         for request in islice(waiting, NUM_REQUESTS):
             if request not in self._pins:
                 self._begin(request)
                 return
 
     def forget(self, request: Request) -> None:
-        """End the pin of a request that no longer waits. Leases of the request's promotion are not affected."""
+        """End the pin of a request that no longer waits. The load of its prefix holds leases of its own."""
         pin = self._pins.pop(request, None)
         if pin is not None:
             self._timed.unpin(pin)

@@ -30,7 +30,7 @@ class RequestOptions:
     """One request's priority and use of the cache.
 
     A lower *priority* is more urgent. Without *reads_cache*, all tokens are computed. At most *max_load_tokens* are
-    loaded from tiers below the device. The defaults restrict nothing.
+    loaded from tiers below the device; None means no limit.
     """
 
     priority: int = 0
@@ -39,13 +39,13 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # the queue compares it with those of other requests
-            raise ValueError(f"priority is {self.priority!r}; give a whole number, lower is more urgent")
+            raise ValueError(f"priority is {self.priority!r}; give a whole number (lower is more urgent)")
         if self.max_load_tokens is not None and self.max_load_tokens < 0:
             raise ValueError(f"max_load_tokens is {self.max_load_tokens}; give 0 or more, or leave it out")
 
     @property
     def takes_all_hits(self) -> bool:
-        """Whether the request loads every token that is faster to load from the cache than to compute."""
+        """Whether these options put no limit on what the request loads from the cache."""
         return self.reads_cache and self.max_load_tokens is None
 
 
@@ -53,21 +53,21 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class PromptScores:
-    """Log-probabilities of the tokens of one prompt, in order. Owned by the request.
+    """Log-probabilities of one prompt's tokens, for a request that asked for them. Owned by the request.
 
-    A token is scored by the logits of the token before it, so the first token has no score. The cache holds no logits.
-    So cached tokens are of use only if they were scored before the request was preempted.
+    The logits for a token come from the token before it, so the first token has no score. The cache holds no logits. So
+    the request cannot use cached tokens, except those that it scored itself before it was preempted.
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """Create empty scores; for each of *token_ids* the *num_top* likeliest tokens are reported."""
+        """Create scores without values. For each token, the *num_top* likeliest tokens are reported, too."""
         self._token_ids = token_ids
         self._num_top = num_top
         self.told: list[TokenLogprobs | None] = [None]  # scores of the prompt's first tokens, as far as known
 
     @property
     def num_used(self) -> int:
-        """Number of the prompt's first tokens whose logits have been used."""
+        """Number of tokens, from the prompt's beginning, whose logits are no longer needed."""
         return len(self.told) - 1
 
     @property
@@ -76,11 +76,11 @@ class PromptScores:
         return len(self.told) >= len(self._token_ids)
 
     def wanted(self, start: int, end: int) -> range:
-        """Return the positions of the request's tokens in *start* to *end* - 1 whose logits are still needed."""
+        """Return the positions from *start* to *end* - 1 whose logits are still needed to score the prompt."""
         return range(max(start, self.num_used), min(end, len(self._token_ids) - 1))
 
     def add(self, logits: torch.Tensor) -> None:
-        """Score the next tokens of the prompt; *logits* `[tokens, vocab]` are those of the tokens before each."""
+        """Score the prompt's next tokens. Row i of *logits* `[tokens, vocab]` predicts the i-th of them."""
         first = len(self.told)
         scored = self._token_ids[first : first + len(logits)]
         self.told += step_logprobs(logits, scored, [self._num_top] * len(scored))
@@ -91,12 +91,12 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # the model's end token, a stop token, a stop string, or the end of its grammar
     LENGTH = "length"  # max_tokens was reached
-    ABORT = "abort"  # by its caller, or because its grammar became too costly
+    ABORT = "abort"  # the caller aborted the request, or its grammar became too costly
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt. *tokens* says where the prompt's tokens came from."""
+    """The answer to one prompt. *tokens* counts the prompt's tokens by the tier that they came from."""
 
     text: str
     token_ids: list[int]  # generated tokens only
@@ -111,9 +111,10 @@ class Completion:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt, its progress, and its leases, which are held by `tables` and by its `loading`.
+    """A request in the engine: its prompt, its progress, and its leases on device slots.
 
-    Owned by the engine's thread.
+    The leases are held by `tables` and, while the cached prefix is being loaded, by `loading`. Owned by the engine's
+    thread.
     """
 
     prompt_token_ids: Sequence[int]
@@ -130,7 +131,8 @@ class Request:
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # computed tokens whose full blocks are named in the cache
-    # Length of a prefix that is longer than the hit, and of which only groups that forget old blocks lack some.
+    # Length of a prefix that is longer than the hit. Only groups that forget old blocks (such as sliding windows) lack
+    # blocks of it. Once this request has computed them, the blocks at its end are kept.
     junction: int | None = None
     loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None
@@ -146,7 +148,10 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request uses its cached prefix; False for a prompt with scores, which is computed in full."""
+        """Whether the request uses blocks that earlier requests computed.
+
+        False if prompt logprobs were requested, because the cache holds no logits.
+        """
         return self.options.reads_cache and self.scores is None
 
     @property
@@ -156,12 +161,12 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """Log-probabilities of the prompt's tokens computed so far; empty if they were not requested."""
+        """Log-probabilities of the first tokens of the prompt, as far as computed; empty if not requested."""
         return [] if self.scores is None else self.scores.told
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token is left to compute."""
+        """Whether the prompt is computed, so that only the token sampled last is left to compute."""
         return self.num_to_compute == 1 and len(self.token_ids) > len(self.prompt_token_ids)
 
     @property
@@ -233,7 +238,7 @@ class Request:
         )
 
     def balance(self) -> TokenBalance:
-        """Return where the prompt's tokens came from.
+        """Return how many of the prompt's tokens came from each tier, and why the others were computed.
 
         If the request ended before its prefix was loaded, all tokens count as recomputed with the reason ABORTED.
         """

@@ -9,11 +9,11 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Names and numbers of an ended request, without its text or token ids.
+    """A summary of an ended request for logs, metrics and traces, without its text or token ids.
 
-    *tokens* adds up to the prompt's length. Times are in seconds: *queue_s* in the queue, *load_s* from there until the
-    cached prefix was loaded, *ttft_s* from arrival to the first token, *total_s* from arrival to the end. A number is
-    None if the process that made the record cannot know it; a sidecar, for example, knows only the lookup.
+    *tokens* adds up to the prompt's length. *queue_s* is the time in the queue, *load_s* the time from then until the
+    cached prefix was loaded. *ttft_s* and *total_s* are the times from arrival to the first token and to the end. A
+    number is None if the process that made the record cannot know it. A sidecar, for example, knows only the lookup.
     """
 
     request_id: str
@@ -34,15 +34,15 @@ class RequestRecord:
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
-        """Stages of the request, as far as known."""
+        """Start and end of each stage of the request, as far as known."""
         return () if self.timeline is None else self.timeline.stretches()
 
     @property
     def coldest(self) -> Tier | None:
-        """Coldest tier that any token came from; None if all were computed."""
+        """Lowest tier that any token came from; None if all tokens were computed."""
         return next((tier for tier in reversed(Tier) if getattr(self.tokens, tier)), None)
 
     @property
     def slowness_s(self) -> float:
-        """Sort key of the slowest requests: the time to the first token, or the total time if there is none."""
+        """Seconds by which slow requests are ranked: the time to the first token, else the total time, else 0."""
         return next((seconds for seconds in (self.ttft_s, self.total_s) if seconds is not None), 0.0)

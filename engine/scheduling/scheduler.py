@@ -32,22 +32,23 @@ class Work:
 
     @property
     def gate(self) -> LayerGate | None:
-        """Gate at which the step waits for each layer, if the request's prefix is still being loaded."""
+        """Gate with which the step waits for each layer of a prefix that is still being loaded; else None."""
         return None if self.request.loading is None else self.request.loading.gate
 
     @property
     def scored(self) -> range:
-        """Positions of those tokens whose logits score the prompt; empty unless prompt logprobs were requested."""
+        """Positions of these tokens whose logits are needed for the prompt's logprobs; empty if none are requested."""
         scores, start = self.request.scores, self.request.num_computed
         return range(0) if scores is None else scores.wanted(start, start + self.num_tokens)
 
 
 class Scheduler:
-    """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
+    """A continuous-batching scheduler: each step gets decodes first, then prefill chunks, then new requests.
 
-    A request whose prefix is being promoted is parked, and other requests pass it. When slots run out, or a more urgent
-    request needs them, the youngest of the least urgent running requests is preempted. It returns to the queue; its
-    blocks stay cached and spill like all others. Owned by the engine's thread.
+    A step computes at most `token_budget` tokens. While the cached prefix of a request is being loaded, the request is
+    parked, and other requests overtake it. When slots run out, or a more urgent request needs them, a running request
+    is preempted: the one that started last among the least urgent. It returns to the queue. Its blocks stay cached and
+    may be spilled to lower tiers. Owned by the engine's thread.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Scheduler:
     ) -> None:
         """Create a scheduler without requests.
 
-        A load may take *load_timeout_s* seconds, counted from the first `ask_for_room`; then the request starts with
-        the part of its hit that has arrived. *trails* receives a `Trail` for each admitted request; the owner of
-        *trails* removes it. *max_scored* limits the number of prompt tokens that a step scores.
+        A load may take *load_timeout_s* seconds, including the wait for room on the device. Then the request starts
+        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request; the owner of *trails*
+        removes it. *max_scored* is the maximum number of tokens per step for which prompt logprobs are computed.
         """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -79,7 +80,7 @@ class Scheduler:
         self._look_ahead = look_ahead
         self._trails = Trails() if trails is None else trails
         self._max_scored = max_scored
-        self._asking: Loading | None = None  # the loading that last asked for room, in this step or the previous one
+        self._asking: Loading | None = None  # the loading that waits for room, since this step or the previous one
         self._max_running = min(config.max_running, config.token_budget)  # so that every request can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
@@ -91,12 +92,12 @@ class Scheduler:
         return bool(self.waiting or self.promoting or self.running)
 
     def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """Return the hit that a request with this prompt would load if it started now. Change nothing."""
+        """Return the hit that a request with this prompt would load if it started now. Has no side effects."""
         hit = self._cache.lookup(chain, num_tokens)
         return self._cache.plans.worth_loading(hit, num_tokens, self._busy_s(None))
 
     def add(self, request: Request) -> None:
-        """Queue the request. Raises ValueError if it cannot run even alone, or if the queue is full."""
+        """Queue the request. Raises ValueError if the device is too small for it, or if the queue is full."""
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         needed = self._demand.of(num_tokens)
         for blocks, num_slots in zip(needed, self._num_slots, strict=True):
@@ -106,7 +107,7 @@ class Scheduler:
                     f"need {blocks} blocks, the device holds {num_slots}; raise device.capacity or shorten the prompt"
                 )
         if len(self.waiting) >= self._config.max_waiting:
-            raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
+            raise ValueError(f"queue: {len(self.waiting)} requests wait already; raise scheduler.max_waiting")
         request.loading = Loading(request, self._around)
         request.loading.inquire()
         self.waiting.add(request)
@@ -124,7 +125,7 @@ class Scheduler:
         self._release(request)
 
     def schedule(self) -> list[Work]:
-        """Choose the next step's work and lease its slots; empty while all requests wait for promotions or slots."""
+        """Choose the next step's work and lease its slots. The result is empty while all requests have to wait."""
         self._cache.poll()
         self._take_in()
         asked, self._asking = self._asking, None
@@ -151,7 +152,8 @@ class Scheduler:
         """Wait briefly for the prefixes that were still being loaded while the step was computed.
 
         Returns:
-            The requests whose prefix did not arrive as expected. Their tokens of the step are discarded.
+            The requests whose prefix did not arrive as expected. The tokens that the step computed for them are
+            discarded.
         """
         lost = []
         for request in [item.request for item in work if item.gate is not None]:
@@ -164,7 +166,7 @@ class Scheduler:
         return lost
 
     def on_computed(self, work: Sequence[Work]) -> None:
-        """Count the step's tokens as computed, now that their KV is in its slots, and name the blocks that are full."""
+        """Count the step's tokens as computed, and enter the blocks that are now full into the cache by name."""
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
@@ -179,7 +181,7 @@ class Scheduler:
                 request.num_committed = request.num_computed
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Change the priority of an unfinished request; a waiting one goes behind all requests of that priority."""
+        """Change the priority of an unfinished request. In the queue, it moves behind all of the same priority."""
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
@@ -219,8 +221,8 @@ class Scheduler:
     def _next_request(self) -> Request | None:
         """Return the first waiting request that can start now.
 
-        Requests that wait for a slow tier's answer are passed over. So are requests that wait until another request has
-        computed a prefix that both share; they drop their hit, because a later lookup finds more.
+        Skip requests that wait for a slow tier's answer. Also skip a request if another one is computing a prefix that
+        both share. The hit of the skipped request is discarded, because a later lookup finds more blocks.
         """
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
@@ -234,8 +236,8 @@ class Scheduler:
     def _admit(self, request: Request, step: list[Work]) -> bool:
         """Start the request's loading if there are slots and room for it; return False if it continues to wait.
 
-        A request that is alone may always start. Otherwise it starts only if it will probably not cause the preemption
-        of a running request that is as urgent.
+        A request starts only if it will probably not cause the preemption of a running request that is as urgent. If no
+        other request is active, it may always start.
         """
         loading = _loading_of(request)
         may_run = self._may_one_more_run or self._give_way(request, step)
@@ -262,8 +264,8 @@ class Scheduler:
     def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
         """Return whether there are device slots for the request, if necessary after preempting less urgent requests.
 
-        The prefix of a request that has waited for slots is looked up again only once its last hit would fit. A lookup
-        in each step would be too slow: it takes 36 ms for 8,192 blocks on disk.
+        If the last hit does not fit and no request can be preempted, return False without a new lookup. A lookup in
+        each step would be too slow: it takes 36 ms for 8,192 blocks on disk.
         """
         last_hit = loading.last_hit
         if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:
@@ -287,7 +289,7 @@ class Scheduler:
         return True
 
     def _less_urgent(self, request: Request) -> Request | None:
-        """Return the running request that is preempted first, if it is less urgent than *request*."""
+        """Return the next running request to preempt, if it is less urgent than *request*, else None."""
         victim = self._victim()
         return None if victim is None or victim.options.priority <= request.options.priority else victim
 
@@ -326,7 +328,7 @@ class Scheduler:
                 self.promoting.append(request)
 
     def _end_loading(self, request: Request) -> None:
-        """End the loading of a request that has its prefix, and count where the prefix came from."""
+        """End the loading of a request that has its prefix, and count which tiers its tokens came from."""
         loading, request.loading = _loading_of(request), None
         request.timeline.on_loaded(self._around.clock())
         if request.reads_cache:
@@ -338,7 +340,7 @@ class Scheduler:
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
 
     def _begin_early(self, step: list[Work]) -> None:
-        """Add work for a prompt whose prefix is arriving layer by layer, because the step is otherwise empty."""
+        """Fill an empty step with work on a prompt whose prefix is still arriving layer by layer."""
         max_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
             limit = max_tokens if request.scores is None else min(max_tokens, self._max_scored)
@@ -347,7 +349,7 @@ class Scheduler:
                 return
 
     def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
-        """Add work for the request if it still runs and finds slots; return its number of tokens."""
+        """Add work for the request if it still runs and finds slots; return the number of tokens added."""
         if budget <= 0 or request not in self.running:
             return 0
         num_tokens = self._within_scored(request, min(_num_left(request), self._config.prefill_chunk, budget), step)
@@ -357,13 +359,16 @@ class Scheduler:
         return num_tokens
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
-        """Return how many of the request's next *num_tokens* tokens the step's limit on scored tokens still allows."""
+        """Return *num_tokens*, reduced so that the step scores at most `_max_scored` prompt tokens."""
         scored = Work(request, num_tokens).scored
         left = self._max_scored - sum(len(work.scored) for work in step)
         return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
 
     def _lease_slots(self, request: Request, num_tokens: int, step: list[Work]) -> bool:
-        """Extend the request's tables to *num_tokens*, preempting younger requests if slots run out."""
+        """Extend the request's tables to *num_tokens* tokens, preempting requests if slots run out.
+
+        Returns False if this request itself is the next one to preempt.
+        """
         self._cache.forget_read(request.tables, request.num_computed)
         groups = self._cache.groups
         missing = [-(-num_tokens // group.block_size) - len(t) for group, t in zip(groups, request.tables, strict=True)]
@@ -380,7 +385,7 @@ class Scheduler:
         return True
 
     def _victim(self) -> Request | None:
-        """Return the running request to preempt first: the youngest of the least urgent."""
+        """Return the running request to preempt first: the one that started last among the least urgent."""
         return max(reversed(self.running), key=_priority, default=None)
 
     def _preempt(self, request: Request) -> None:
@@ -407,7 +412,7 @@ def _priority(request: Request) -> int:
 
 
 def _num_left(request: Request) -> int:
-    """Return how many tokens the request can compute now; of a split hit, only those before the loaded part."""
+    """Return how many tokens the request can compute now; for a split hit, only those before the promoted part."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
@@ -418,7 +423,7 @@ def _loading_of(request: Request) -> Loading:
 
 
 class SharedPrefill:
-    """The choice of requests that wait for another request's prefill of a prefix they share.
+    """A policy that lets requests wait while another request computes a prefix that they share.
 
     Example: ten questions about the same new document arrive together. One request computes the document chunk by chunk
     while the others wait. When less than a chunk of the document is left, every request computes the rest itself.
@@ -431,8 +436,8 @@ class SharedPrefill:
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
         """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
 
-        Requests that are less urgent do not count, because they may be preempted. Requests that load only a part of
-        their hits do not count either: the blocks that they compute may be in the cache already.
+        A less urgent request does not count, because it may be preempted. A request whose options limit its loads does
+        not count either, because the blocks that it computes may be in the cache already.
         """
         return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._min_tokens

@@ -14,20 +14,23 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
 class SlotDemand:
-    """The number of device slots that requests will lease if a step computes up to *chunk* tokens of each."""
+    """An estimate of the device slots that requests need, so that the scheduler admits only requests that fit.
+
+    A step computes at most *chunk* tokens of each request.
+    """
 
     def __init__(self, cache: TieredCache, chunk: int) -> None:
         self._cache = cache
         self._chunk = chunk
 
     def of(self, num_tokens: int) -> list[int]:
-        """Return for each group the maximum number of slots that a request of *num_tokens* leases at once."""
+        """Return for each attention group the maximum number of slots that a request of *num_tokens* leases at once."""
         return max_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
-        """Return whether the device has enough slots for the whole request; always True without *active* requests.
+        """Return whether enough device slots are free for all known tokens of the request; True without *active*.
 
-        Slots that *active* requests hold, or will need for the rest of their prompts, are not available.
+        Slots that the *active* requests hold, or will need for the rest of their prompts, are not available.
         """
         if not active:
             return True
@@ -73,10 +76,9 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
     """Return `max_blocks` for one group that forgets old blocks, such as one with a sliding window.
 
-    The number of blocks depends on the token at which a chunk starts. Among the starts with the same first needed
-    block, the last start needs the most blocks. So only the last start before each change of `first_needed` is tried.
-    The numbers repeat after at most as many changes as a block has tokens. (Trying all starts took 47 ms for a prompt
-    of a new length; this takes 0.1 ms.)
+    The result is the maximum over all tokens at which a chunk may start. Among the starts with the same first needed
+    block, the last start needs the most blocks, so only these starts are tried. After `block_size` tries, the numbers
+    repeat. (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):
@@ -93,9 +95,9 @@ def longest_request(
 ) -> int:
     """Return the length in tokens of the longest request that can run alone, computed in chunks of *chunk* tokens.
 
-    *num_slots* is the number of device slots of each group. The result is at most *model_limit*, the model's context
-    length. If *model_limit* is None, the result is at most the number of tokens for which a group has slots, even if
-    every group forgets old blocks and could run longer requests.
+    *num_slots* is the number of device slots of each attention group. *model_limit*, the model's context length, limits
+    the result. If it is None, the limit is the number of tokens for which the largest group has slots. A model whose
+    groups all forget old blocks could run longer requests.
     """
 
     def fits(num_tokens: int) -> bool:

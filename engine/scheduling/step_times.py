@@ -10,15 +10,15 @@ MIN_S = 60.0  # longer than all deadlines
 
 
 class StepTimes:
-    """The summed times of steps, reported to `PrefillSpeed` once a step ends with a sampled token.
+    """A stopwatch for steps, from which `PrefillSpeed` learns how fast the device computes prompts.
 
-    The device may still compute after the call of a step has returned. Sampling waits for the device, so a sampled
-    token shows that all steps before are done. Steps without prefill are not reported, because they say nothing about
-    its speed. Owned by the engine's thread.
+    The call of a step may return while the device still computes, but sampling a token waits for the device. So the
+    times of steps are summed until a step samples a token, and then reported. Sums without any prefill are dropped,
+    because they say nothing about its speed. Owned by the engine's thread.
     """
 
     def __init__(self, prefill: PrefillSpeed, min_tokens: int) -> None:
-        """Report to *prefill*; a step counts as prefill if it computes at least *min_tokens* of one request."""
+        """Report to *prefill*. A step counts as prefill if it computes at least *min_tokens* tokens of one request."""
         self._prefill = prefill
         self._min_tokens = min_tokens
         self._is_prefill = False
@@ -47,30 +47,30 @@ class StepTimes:
 
 
 class CopyHangs(Exception):
-    """Raised if copies that never end hold the slots that requests need. Only a restart frees these slots."""
+    """Raised if requests need slots that are held by copies that never end. Only a restart frees these slots."""
 
 
 class Stall:
-    """A watchdog for consecutive steps in which nothing can be computed.
+    """A watchdog that detects that the engine computes nothing because hanging copies hold its slots.
 
-    Every other wait has a deadline, after which something can be computed. But no deadline frees the slots of a copy
-    that hangs. Owned by the engine's thread.
+    Every other wait ends at a deadline, after which something can be computed. So if no step computes anything for
+    longer than all deadlines, a hanging copy is the cause. Owned by the engine's thread.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a watchdog; *deadline_s* is the maximum time that loading a request's hit may take."""
+        """Create a watchdog. *deadline_s* is the maximum time that loading a request's hit may take."""
         self._max_s = MIN_S + 2 * deadline_s
         self._clock = clock
         self._since: float | None = None
 
     def look(self, is_stalled: bool, num_copies: int) -> None:
-        """Record after each step whether it had nothing to compute; raise `CopyHangs` if that has lasted too long."""
+        """Record whether the last step had nothing to compute. Raise `CopyHangs` if that has lasted too long."""
         if not is_stalled:
             self._since = None
         elif self._since is None:
             self._since = self._clock()
         elif (stalled_s := self._clock() - self._since) > self._max_s:
             raise CopyHangs(
-                f"no step could compute anything for {stalled_s:.0f} s: {num_copies} copies are in flight and do not "
-                "end, and requests need their slots; restart the engine"
+                f"no step could compute anything for {stalled_s:.0f} s: {num_copies} copies hang and hold the "
+                "slots that requests need; restart the engine"
             )

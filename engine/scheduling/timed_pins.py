@@ -1,4 +1,4 @@
-"""Pins with a time limit, for prefixes of waiting requests, answered prompts and documents in host memory."""
+"""TimedPins: keeps prefixes of waiting requests, answered prompts and documents in host memory for a limited time."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -14,9 +14,9 @@ _MAX_STALE = 64  # stale heap entries to keep, in addition to as many as there a
 
 
 class TimedPins:
-    """Pins that end when their time is over, or earlier when they are unpinned.
+    """Prefixes that are kept in host memory until their time is over, or until they are unpinned.
 
-    Their bytes are counted by owner, so that each owner can stay within its share. Owned by the engine's thread, which
+    Pinned bytes are counted by owner, so that each owner can stay within its share. Owned by the engine's thread, which
     calls `tick` after every step.
     """
 
@@ -44,14 +44,19 @@ class TimedPins:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of a prefix until *until*, a time on the clock of `now`; see `Pins.pin`.
+        """Keep the cached blocks of a prefix in host memory until the time *until*; see `Pins.pin`.
 
-        Blocks before token *start* are left out, because another pin of *owner* keeps them. The new pin replaces
-        *instead_of*, an earlier pin of *owner*. It may take *max_bytes* (default: `Pins.free_bytes`); if *max_bytes* is
-        given, the bytes of *instead_of* are added.
+        Args:
+            owner: Owner of the pin, to which its bytes are counted.
+            chain: Names of the prompt's blocks.
+            num_tokens: Length of the prefix.
+            max_bytes: Size limit of the pin, to which the size of *instead_of* is added. None: just `Pins.free_bytes`.
+            until: Time on the clock of `now`.
+            instead_of: Earlier pin of *owner*, which the new pin replaces.
+            start: First token to pin. Another pin of *owner* keeps the blocks before.
 
         Returns:
-            The new pin, or None if it would need more bytes. Then *instead_of* is unchanged.
+            The new pin, or None if it would be too large. Then *instead_of* is unchanged.
         """
         if max_bytes is not None and instead_of in self._owners:
             max_bytes += instead_of.num_bytes
@@ -65,7 +70,7 @@ class TimedPins:
         return pin
 
     def prolong(self, pin: Pin, until: float) -> None:
-        """Extend the pin to *until*, a time on the clock of `now`. Ignore earlier times and pins that have ended."""
+        """Extend the pin to the time *until*. Do nothing if the pin already lasts longer or has ended."""
         if pin in self._owners and until > self._ends[pin]:
             self._end_at(pin, until)
 
@@ -94,7 +99,7 @@ class TimedPins:
 
     @property
     def num_remembered(self) -> int:
-        """Number of heap entries: one per pin, and for a while stale ones of ended or extended pins."""
+        """Number of end times in the heap. Those of ended or extended pins remain in it for a while."""
         return len(self._by_end)
 
     def tick(self) -> None:

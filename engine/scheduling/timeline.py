@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Caller:
     """The sender of a request.
 
-    *request_id* is the caller's own id, "" if it gave none. *tenant* is the name of an API key's tenant. *traceparent*
-    is the W3C header of the span that the request belongs to.
+    *request_id* is the id that the caller gave the request, "" if none. *tenant* is the name of an API key's tenant.
+    *traceparent* is the W3C header of the span that the request belongs to.
     """
 
     request_id: str = ""
@@ -25,7 +25,7 @@ class Stage(StrEnum):
     """A stage in a request's life."""
 
     QUEUE = "queue"
-    LOOKUP = "lookup"  # find the tiers of its prefix
+    LOOKUP = "lookup"  # find the tiers that hold blocks of the prompt
     PLAN = "plan"  # choose the part of the hit to load
     SPILL = "spill"  # copy other blocks down to make room for the hit
     PROMOTE_HOST = "promote.host"  # load blocks from host memory
@@ -36,7 +36,7 @@ class Stage(StrEnum):
 
 
 class Stretch(NamedTuple):
-    """Start and end of a stage, in seconds since the request's arrival."""
+    """A stage of a request with its start and end, in seconds since the request's arrival."""
 
     stage: Stage
     start_s: float
@@ -45,9 +45,9 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Times of one request's events on one monotonic clock, set as they occur. Owned by the engine's thread.
+    """Times of one request's events on one monotonic clock. Owned by the engine's thread.
 
-    A preempted request begins and loads again. The times of its first run count, and `num_preempted` is incremented.
+    A preempted request leaves the queue and loads its prefix again. The times of its first run count.
     """
 
     arrived_at: float
@@ -64,25 +64,25 @@ class Timeline:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds in the queue; None while it is queued."""
+        """Seconds that the request spent in the queue; None while it is still queued."""
         return _between(self.arrived_at, self.begun_at)
 
     @property
     def load_s(self) -> float | None:
-        """Seconds from leaving the queue until its cached prefix was loaded; None before that."""
+        """Seconds from leaving the queue until the cached prefix was loaded; None until then."""
         return _between(self.begun_at, self.loaded_at)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from its arrival to its first token; None before that."""
+        """Seconds from the request's arrival to its first token; None until then."""
         return _between(self.arrived_at, self.first_token_at)
 
     def on_begun(self, now: float) -> None:
-        """Record that the request left the queue and its prefix begins to load."""
+        """Record that the request has left the queue, and that its cached prefix is being loaded."""
         self.begun_at = now if self.begun_at is None else self.begun_at
 
     def on_loaded(self, now: float) -> None:
-        """Record that the request has its cached prefix, which may be empty."""
+        """Record that the request's cached prefix, which may be empty, has been loaded."""
         self.loaded_at = now if self.loaded_at is None else self.loaded_at
 
     def on_token(self, now: float) -> None:
@@ -96,11 +96,11 @@ class Timeline:
         self.ended_at = now if self.ended_at is None else self.ended_at
 
     def note(self, stage: Stage, start: float, end: float) -> None:
-        """Record that a stage lasted from *start* to *end*; if a stage occurs again, its last time counts."""
+        """Record that *stage* lasted from *start* to *end*. If a stage occurs again, its last times count."""
         self._noted[stage] = start, end
 
     def stretches(self) -> tuple[Stretch, ...]:
-        """Return the stages that the request has had, ordered by start; some stages lie within other stages."""
+        """Return the request's stages so far, ordered by start. Stages may overlap."""
         moments = {
             Stage.QUEUE: (self.arrived_at, self.begun_at),
             **self._noted,

@@ -1,4 +1,4 @@
-"""Trails: where each block of a prompt came from, without the prompt's tokens."""
+"""Trails: records of where each block of a prompt came from, without the prompt's tokens."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from kvtier.tiers.naming.tier import Reason
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The origin of each block of a request's prompt, known once its prefix is loaded. Holds names, but no token ids.
+    """The origin of each block of a request's prompt, known once the cached prefix is loaded.
 
-    The first `len(depths)` blocks came from the cache. The next *num_copied* tokens were copied from a cached block
-    that shares only its first tokens with the prompt. All other tokens were computed.
+    The trail holds names of blocks, but no token ids. The first `len(depths)` blocks came from the cache, except those
+    with depth COMPUTED. The next *num_copied* tokens were copied from a cached block that shares only its first tokens
+    with the prompt. All other tokens were computed.
     """
 
     block_size: int
@@ -30,13 +31,13 @@ TrailListener: TypeAlias = Callable[[RequestRecord, Trail], None]
 
 
 class Trails:
-    """Trails of unfinished requests whose prefix has been loaded. Owned by the engine's thread."""
+    """The trail of each unfinished request whose prefix has been loaded. Owned by the engine's thread."""
 
     def __init__(self) -> None:
         self._trails: dict[Hashable, Trail] = {}
 
     def begin(self, request: Hashable, trail: Trail) -> None:
-        """Keep the request's trail; a request that was preempted and loads again keeps its first trail."""
+        """Keep the request's trail. A request that was preempted and loads again keeps its first trail."""
         self._trails.setdefault(request, trail)
 
     def end(self, request: Hashable) -> Trail | None:

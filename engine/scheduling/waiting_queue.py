@@ -7,7 +7,7 @@ from kvtier.engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """Requests in the order in which they are to start. A lower `RequestOptions.priority` is more urgent.
+    """Waiting requests in the order in which they start. A lower `RequestOptions.priority` is more urgent.
 
     Owned by the engine's thread.
     """
@@ -27,11 +27,11 @@ class WaitingQueue:
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Queue a new request behind all of the same priority."""
+        """Queue a new request behind all requests of the same priority."""
         self._requests.insert(bisect_right(self._requests, request.options.priority, key=_priority), request)
 
     def add_again(self, request: Request) -> None:
-        """Queue a preempted request ahead of all of the same priority, because it was already running."""
+        """Queue a preempted request ahead of all requests of the same priority, because it was already running."""
         self._requests.insert(bisect_left(self._requests, request.options.priority, key=_priority), request)
 
     def remove(self, request: Request) -> None:

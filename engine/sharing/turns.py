@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class FairShare:
     """An equal share of *total* units for each of *num_tenants* tenants, at least one unit each.
 
-    How far a tenant may exceed its share depends on how the resource is returned:
+    A tenant may exceed its share by an amount that depends on the resource:
 
-    - Held for long (pinned host memory): limited to the share, so that a tenant learns nothing of other tenants.
-    - Returned by itself, but not revocable (a tokenizer thread): limited to `max_of_one`.
-    - Revocable (a place in a queue): unlimited, until a tenant with less than its share wants the unit.
+    - Pinned host memory is held for long. A tenant gets its share at most, so it learns nothing about other tenants.
+    - A tokenizer thread becomes free soon, but cannot be taken away. A tenant gets at most `max_of_one` threads.
+    - A place in a queue can be taken away. A tenant may use all places until a tenant below its share needs one.
     """
 
     total: int
@@ -21,20 +21,20 @@ class FairShare:
 
     @property
     def each(self) -> int:
-        """Units that a tenant is guaranteed, whatever the other tenants use."""
+        """Number of units that a tenant is guaranteed, whatever the other tenants use."""
         return max(1, self.total // max(1, self.num_tenants))
 
     @property
     def max_of_one(self) -> int:
-        """Limit on one tenant's units: all but one, which is kept for other tenants; all if it is the only tenant."""
+        """Maximum number of units of one tenant: all but one if there are other tenants, otherwise all."""
         return self.total if self.num_tenants <= 1 else max(1, self.total - 1)
 
 
 class Turns:
-    """A limited number of units that tasks take and give back, shared fairly among tenants. Owned by the event loop.
+    """A semaphore that is fair to tenants: tasks take units and give them back. Owned by the event loop.
 
-    There are `share.total` units. A free unit goes to the waiting tenant that uses the fewest units; of several such
-    tenants, to the one served longest ago. No tenant gets more than `share.max_of_one`.
+    There are `share.total` units. A free unit goes to the waiting tenant that uses the fewest units. Ties go to the
+    tenant that was served longest ago. No tenant gets more than `share.max_of_one` units.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -53,7 +53,7 @@ class Turns:
         return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a unit. A task that is cancelled while it waits has no unit to give back."""
+        """Wait for a unit and take it. A task that is cancelled while it waits takes none."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._serve()
@@ -65,7 +65,7 @@ class Turns:
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """Return one unit of the tenant, and grant it to the next task."""
+        """Return one unit of the tenant, and grant it to the next waiting task."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]

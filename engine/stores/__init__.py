@@ -1,4 +1,4 @@
-"""The disk store and the remote store of an engine, opened as its configuration says.
+"""The disk store and the remote store of an engine, built from its configuration.
 
-How a store keeps bytes is in `store/`.
+How a store keeps bytes is decided in `store/`.
 """

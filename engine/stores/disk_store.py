@@ -28,9 +28,9 @@ _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32":
 def open_store(
     config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
 ) -> ReopeningStore:
-    """Begin to open the configured store in a process of its own; its folder stays within the capacity.
+    """Start to open the configured store in a process of its own, and return before it is open.
 
-    Return before the store is open. A folder that cannot be opened is not an error here: see `ReopeningStore`.
+    If the folder cannot be opened, `ReopeningStore` tries again; this is not an error here.
 
     Raises:
         ValueError: If the capacity is less than `MIN_BLOCKS` blocks, or the encryption key cannot be read.
@@ -53,7 +53,7 @@ def refuse_small(config: DiskConfig, block_bytes: int) -> None:
 def store_settings(
     config: DiskConfig, codec: Codec | CodecChoice, tenants: Mapping[str, TenantConfig] = MappingProxyType({})
 ) -> StoreSettings:
-    """Return the settings of the configured store, whose folder stays within the capacity. Raises like `cipher_of`."""
+    """Return the settings of the configured store. Raises the errors of `cipher_of`."""
     return StoreSettings(
         Path(config.path),
         capacity_within(config.capacity),
@@ -66,9 +66,10 @@ def store_settings(
 
 
 def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
-    """Return the codec for blocks of foreign engines; raises ValueError for a lossy codec.
+    """Return the codec for blocks of other engines, such as vLLM. Raises ValueError for a lossy codec.
 
-    The codec is chosen for elements of two bytes, as in most KV caches; other sizes compress less well.
+    The blocks' dtype is not known here. So the codec is made for elements of two bytes, as in most KV caches. Other
+    elements are compressed less well.
     """
     if config.codec == "none":
         return NO_CODEC
@@ -79,11 +80,11 @@ def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
 
 
 def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
-    """Return *namespace* with the rounding of the disk's codec, for all tiers of an engine with this disk.
+    """Return *namespace* marked as rounded if the disk's codec is lossy, else marked as exact.
 
-    A disk with a lossy codec rounds blocks. Once read, they are in host memory and may be copied to other tiers, and no
-    tier records which blocks are rounded. So such an engine has a namespace of its own, in which any block may be
-    rounded, and engines with exact blocks never find these blocks.
+    A disk with a lossy codec rounds blocks. Once read, they may be copied to other tiers, and no tier records which
+    blocks are rounded. So all tiers of such an engine use a namespace of their own. Engines with exact blocks never
+    find blocks of that namespace.
     """
     if disk is None:
         return namespace
@@ -93,12 +94,12 @@ def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace
 
 
 def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
-    """Return the store as the disk tier of *namespace*, to which the id of the encryption key is added.
+    """Return the disk tier that keeps the blocks of *namespace* in *store*.
 
-    So blocks stored under another key are misses.
+    The id of the encryption key becomes part of the namespace, so blocks stored under another key are misses.
 
     Raises:
-        ValueError: If *namespace* does not have the rounding of the store's codec, see `with_rounding_of`.
+        ValueError: If *namespace* is not marked for the store's codec, see `with_rounding_of`.
     """
     if with_rounding_of(namespace, config) != namespace:
         raise ValueError(
@@ -119,7 +120,12 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
-    """Return the configured cipher; raises ValueError for an unreadable key, `MissingExtra` without the package."""
+    """Return the configured cipher; None if blocks are not to be encrypted.
+
+    Raises:
+        ValueError: If the encryption key cannot be read.
+        MissingExtra: If the package for encryption is not installed.
+    """
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())
     if config.encryption_key_command is not None:

@@ -1,4 +1,4 @@
-"""The remote tier of an engine, built from its configuration: store, codec, cipher and the lane for queries."""
+"""The remote tier of an engine, built from its configuration: store, codec, cipher and the threads that use them."""
 
 import logging
 import time
@@ -25,7 +25,12 @@ NUM_ASKERS = 2
 
 
 def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = None) -> "OpenRemote":
-    """Return the configured store. *dtype* is the dtype of the blocks' elements; None for blocks of foreign engines.
+    """Return the configured remote store.
+
+    Args:
+        config: Address, credentials, codec and encryption key of the store.
+        finished: Receives the results of queries and copies.
+        dtype: Data type of the blocks' elements; None for blocks of other engines, whose data type is not known.
 
     Raises:
         ValueError: If a URL, a password or a key cannot be used.
@@ -38,7 +43,7 @@ def open_remote(config: RemoteConfig, finished: Finished, dtype: str | None = No
 
 
 def remote_stays(where: str) -> str:
-    """Return the sentence that tells the operator that a reset does not delete blocks in the store at *where*."""
+    """Return a note for the operator: a reset does not delete the blocks in the remote store at *where*."""
     return (
         f"remote: blocks in {where} stay and are found again, because other machines share them; "
         f"'kvtier forget-remote {where} --namespace HEX' deletes them, and the server's log names the namespace"
@@ -46,7 +51,7 @@ def remote_stays(where: str) -> str:
 
 
 def remote_store(config: RemoteConfig) -> RemoteStore:
-    """Return the store at the configured URL. Raises like `open_remote`."""
+    """Return the client of the store at the configured URL. Raises the errors of `open_remote`."""
     if config.is_redis:
         with extra("redis", f"remote {config.url.partition('://')[0]}://"):
             from kvtier.store.remote.redis_remote import RedisRemote
@@ -84,14 +89,17 @@ def _password(config: RemoteConfig) -> str | None:
     except OSError as error:
         raise ValueError(f"remote: cannot read the password in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"remote: the password in {path} is not UTF-8 text; write the file again") from None
+        raise ValueError(f"remote: the password in {path} is not UTF-8 text; save it as UTF-8") from None
     if file.exposure is not None:
         raise ValueError(f"remote: the password in {path}: {file.exposure}")
     return password
 
 
 class OpenRemote:
-    """A remote store with its lanes. It connects on first use; an address that does not answer raises no error here."""
+    """A remote store and the threads that query it; `lanes` adds the threads that copy blocks to and from it.
+
+    The store is connected on first use, so an address that does not answer raises no error here.
+    """
 
     def __init__(self, store: RemoteStore, records: SealedRemote, cipher: Cipher | None, finished: Finished) -> None:
         """Take ownership of *store*. The results of queries are delivered through *finished*."""
@@ -107,26 +115,29 @@ class OpenRemote:
         return self._store.where
 
     def lanes(self) -> dict[Route, Lane]:
-        """Return new lanes to and from the store, which the caller closes."""
+        """Return a new lane (a queue with threads) for copies to the store and one for copies from it.
+
+        The caller closes the lanes.
+        """
         return {
             Route.HOST_TO_REMOTE: ThreadLane(self._finished, "put", num_threads=NUM_PUTTERS),
             Route.REMOTE_TO_HOST: ThreadLane(self._finished, "get", num_threads=NUM_GETTERS),
         }
 
     def tier(self, namespace: bytes) -> RemoteTier:
-        """Return the store as the remote tier of the namespace with this digest."""
+        """Return a remote tier that keeps blocks in this store, in the namespace with this digest."""
         log.info("remote: blocks are put into %s under namespace %s", self._store.where, namespace.hex())
         return RemoteTier(self._records, namespace, self._asks, time.monotonic)
 
     def tier_of(self, namespace: Namespace) -> RemoteTier:
-        """Return the store as the remote tier of *namespace*, to which the id of the encryption key is added.
+        """Return a remote tier that keeps the blocks of *namespace* in this store.
 
-        So blocks stored under another key are misses.
+        The id of the encryption key becomes part of the namespace, so blocks stored under another key are misses.
         """
         key_id = "" if self._cipher is None else self._cipher.key_id.hex()
         return self.tier(replace(namespace, encryption_key_id=key_id).digest)
 
     def close(self) -> None:
-        """Close the connections and end the lane for queries."""
+        """Close the connections and end the threads for queries."""
         self._store.close()
         self._asks.close()

@@ -1,4 +1,4 @@
-"""A store that a thread opens, and reopens when its folder is gone, while the engine serves."""
+"""ReopeningStore: a disk store that a background thread opens, and opens again if its folder was removed."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ class WhyClosed(StrEnum):
     """The reason why a store is not open."""
 
     OPENING = "opening"  # opening may be slow, or hang
-    IN_USE = "in_use"  # by another process
+    IN_USE = "in_use"  # another process uses the folder
     READ_ONLY = "read_only"
     FORBIDDEN = "forbidden"
     NO_SPACE = "no_space"
@@ -38,7 +38,7 @@ class WhyClosed(StrEnum):
 
     @classmethod
     def of(cls, error: Exception) -> "WhyClosed":
-        """Return the reason for an error of opening."""
+        """Return the reason that fits an error raised while the store was being opened."""
         if isinstance(error, FolderInUse):
             return cls.IN_USE
         if isinstance(error, StoreDied):
@@ -70,11 +70,11 @@ class StoreStanding:
 
 
 class ReopeningStore:
-    """A `BlobStore` that runs in a `StoreProcess`. A thread opens it, and retries until that succeeds.
+    """A `BlobStore` in a process of its own, which a thread opens while the engine already serves.
 
-    While the store is not open, every call raises `StoreUnavailable` at once. If the folder is removed or replaced
-    under the open store, its process is killed, because its writes would be lost, and the store is reopened.
-    `statistics` returns the counts after the last change and does not block.
+    If opening fails, the thread tries again. Until the store is open, calls raise `StoreUnavailable` at once. If the
+    folder is removed or replaced while the store is open, further writes would be lost. So the store's process is
+    killed, and the store is opened again. `statistics` returns the counts after the last change and does not block.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class ReopeningStore:
         self._thread.start()
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Wait until the store is open or an attempt has failed, and return whether it is open."""
+        """Wait at most *timeout_s* seconds for the first attempt to open the store; return whether it is open."""
         self._attempted.wait(timeout_s)
         return self.opening() != 0
 
     def opening(self) -> int:
         """Return how often the store has been opened so far, or 0 while it is not open.
 
-        The number tells the owner that the store was opened again, possibly with different content.
+        If the number has increased, the store was opened again and may have a different content.
         """
         with self._lock:
             return self._num_openings if self._not_open is None else 0
@@ -180,7 +180,7 @@ class ReopeningStore:
     def stop_opening(self) -> None:
         """Start no more processes, and end at once a process that is still opening the store.
 
-        An owner that is about to call `close` calls this first, so that nothing waits for the store to open.
+        If `close` will be called soon, call this first, so that nothing waits for the store to open.
         """
         self._closing.set()
         with self._lock:
@@ -188,7 +188,7 @@ class ReopeningStore:
         process.stop_opening()
 
     def kill(self) -> None:
-        """Kill the store's process at once, whatever it is doing; records that were put stay intact."""
+        """Kill the store's process at once, whatever it is doing. Records that were stored before stay intact."""
         self._closing.set()
         with self._lock:
             process = self._process
@@ -208,7 +208,7 @@ class ReopeningStore:
     def _open_process(self) -> StoreProcess:
         with self._lock:
             if self._not_open is not None:
-                raise StoreUnavailable(f"store {self.settings.folder}: not open: {self._why}")
+                raise StoreUnavailable(f"store {self.settings.folder} is not open: {self._why}")
             return self._process
 
     def _refresh(self, process: StoreProcess) -> None:
@@ -216,7 +216,7 @@ class ReopeningStore:
             self._statistics = process.statistics()
 
     def _keep_open(self) -> None:
-        """Run the thread: open the store, and reopen it after a failure or loss of its folder, until told to stop."""
+        """Open the store, and open it again after a failure or the loss of its folder, until the thread must stop."""
         rest_s = FIRST_REST_S
         while not self._closing.is_set():
             try:
@@ -254,9 +254,9 @@ class ReopeningStore:
         self._attempted.set()
 
     def _watch(self, folder: "_Folder") -> bool:
-        """Watch the folder until the thread must stop (return True) or the folder is lost.
+        """Watch the folder, and return True once the thread must stop.
 
-        If the folder was removed or replaced, kill the store's process and return False.
+        If the folder is removed or replaced before, kill the store's process and return False.
         """
         with folder:
             while folder.is_there():
@@ -269,7 +269,7 @@ class ReopeningStore:
         return False
 
     def _begin_again(self) -> None:
-        """Replace the process that was stopped by a new one."""
+        """Replace the stopped process with a new one."""
         with self._lock:
             restarts, ended = self._before
             self._before = restarts + max(0, self._process.num_starts - 1), ended + self._process.num_ended

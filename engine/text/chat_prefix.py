@@ -32,8 +32,8 @@ def chat_token_ids(
 def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
     """Return the token ids that begin every conversation whose first user message begins with *document*.
 
-    If *system* is given, each conversation begins with this system message. The *limit* applies to the returned token
-    ids. Raises the errors of `chat_token_ids`.
+    If *system* is given, each conversation begins with that system message. The returned token ids must not exceed the
+    *limit*. Raises the errors of `chat_token_ids`.
     """
     whole = replace(limit, max_tokens=limit.max_tokens + _MAX_BEHIND)
     try:

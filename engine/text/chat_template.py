@@ -19,11 +19,11 @@ _END_MARK = "\ue000kvtier end\ue001"  # private-use characters, which no message
 
 
 class LostContent(ValueError):
-    """Raised if the template leaves the text of a message out of the prompt."""
+    """Raised if the chat template leaves the text of a message out of the prompt."""
 
 
 class ReservedVariable(ValueError):
-    """Raised for a variable with a reserved name, such as a parameter of `apply_chat_template`."""
+    """Raised for a template variable with a reserved name, such as a parameter of `apply_chat_template`."""
 
 
 def chat_text(
@@ -39,11 +39,11 @@ def chat_text(
 
     Args:
         tokenizer: Tokenizer with the template.
-        messages: Messages whose contents have the form that the template takes, see `TemplateTraits.content`.
+        messages: Messages whose contents have the form that the template expects, see `TemplateTraits.content`.
         variables: Additional variables for the template, by name.
         tools: Tools that the assistant may call.
         is_continued: Whether the text ends with the last message's content, so that the answer continues it.
-        is_asked: Whether the text ends with the start of the assistant's next message, unless *is_continued*.
+        is_asked: Whether the text ends with the start of the assistant's next message. Ignored if *is_continued*.
 
     Raises:
         jinja2.exceptions.TemplateError: If the template rejects the messages.
@@ -52,7 +52,7 @@ def chat_text(
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
-            raise ReservedVariable(f"the variable {name} is reserved, so the template cannot get it; leave it out")
+            raise ReservedVariable(f"the name of the template variable {name} is reserved; leave the variable out")
     text = tokenizer.apply_chat_template(
         [*map(dict, messages[:-1]), _with_end_mark(messages[-1]) if is_continued else dict(messages[-1])],
         tools=[dict(tool) for tool in tools] or None,
@@ -71,20 +71,20 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _with_end_mark(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the message whose text ends in the end mark and a space."""
+    """Return a copy of the message with `_END_MARK` and a space after its text."""
     marked = f"{_text_of(message)}{_END_MARK} "
     content = marked if isinstance(message["content"], str) else [{"type": "text", "text": marked}]
     return {**message, "content": content}
 
 
 def _up_to_end_mark(text: str, content: str) -> str:
-    """Return the text before the end mark, without trailing spaces of *content* if the template strips such spaces.
+    """Return the rendered *text* before the end mark.
 
-    If the space after the mark is missing, the template strips trailing spaces. Spaces that the template writes before
-    the content are kept.
+    If the space after the mark is missing, the template strips trailing spaces. Then *content*'s trailing spaces, which
+    the mark has protected, are removed, too.
     """
     before, mark, behind = text.rpartition(_END_MARK)
     if not mark:
-        raise LostContent("it leaves out the last message, which the answer should continue")
+        raise LostContent("it leaves out the last message, so the answer cannot continue that message")
     num_blanks = len(content) - len(content.rstrip()) if content.strip() else 0
     return before[: len(before) - num_blanks] if num_blanks and not behind.startswith(" ") else before

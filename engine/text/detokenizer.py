@@ -16,11 +16,11 @@ def num_begun(text: str, wholes: Sequence[str]) -> int:
 
 
 class Detokenizer:
-    """The streamed text of one request, which owns it.
+    """A converter of one request's tokens to text that can be streamed. Owned by the request.
 
-    Invariant: *text* is the concatenation of all pieces that `push` and `flush` returned. After `flush`, it is the
-    decoding of all tokens without special ones, up to the first stop string. Until then, bytes that may become a
-    character are held back, and so is a suffix that may become a stop string.
+    `push` returns only text that later tokens cannot change. It holds back the bytes of an incomplete character, and a
+    suffix that may become a stop string. After `flush`, *text* is the decoding of all tokens except special ones, up to
+    the first stop string.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Detokenizer:
         min_tokens: int = 0,
         shown_token_ids: Collection[int] = (),
     ) -> None:
-        """Create an empty text.
+        """Create a converter that has received no tokens.
 
-        A *stop* string that is complete within the first *min_tokens* tokens is ignored. Special tokens among
-        *shown_token_ids* are part of the text.
+        A *stop* string that is complete within the first *min_tokens* tokens is ignored. The text includes special
+        tokens only if they are among *shown_token_ids*.
         """
         self._tokenizer = tokenizer
         # If no special token is shown, the decoder drops them all. This saves listing them: 0.3 ms for 1,000 tokens.
@@ -60,11 +60,11 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Concatenation of the pieces returned so far."""
+        """Concatenation of all pieces that `push` and `flush` have returned."""
         return "".join(self._pieces)
 
     def push(self, token_id: int) -> str:
-        """Add *token_id* and return the text that is now safe to show: often one word, sometimes none or several."""
+        """Add a token and return the text that is now safe to show: often one word, sometimes none or several."""
         self._num_unstoppable -= 1
         if self.stopped or token_id in self._special_ids:
             return ""
@@ -88,7 +88,7 @@ class Detokenizer:
         return self._show(piece)
 
     def flush(self) -> str:
-        """Return the text that is still held back, because no more tokens follow."""
+        """Return the text that is still held back. Call this after the last token."""
         if self.stopped:
             return ""
         return self._show(self._read(self._decode()), last=True)
@@ -102,13 +102,13 @@ class Detokenizer:
         return text
 
     def _read(self, text: str) -> str:
-        """Return the part of *text*, a prefix of the window's text, that was not read before."""
+        """Return the characters of *text* that were not read before. *text* is the decoded window or its beginning."""
         piece = text[self._num_read :]
         self._num_read += len(piece)
         return piece
 
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
-        """Drop the window's tokens before *start*, and keep *num_context* tokens as context.
+        """Drop the window's tokens before index *start*. The first *num_context* of the others become context.
 
         All characters of the remaining window, except the last *num_waiting*, count as read.
         """
@@ -119,8 +119,8 @@ class Detokenizer:
     def _show(self, piece: str, last: bool = False) -> str:
         """Append *piece* to the held-back text, and return the part that is safe to show.
 
-        This is the text before a stop string. If there is none, it is the text before a suffix that may become a stop
-        string, or the whole text if *last*.
+        This part ends at a stop string. If there is none, it ends before a suffix that may become a stop string; the
+        *last* piece is returned whole.
         """
         text = self._held + piece
         hits = [] if self._num_unstoppable >= 0 else self._hits(text)
@@ -133,12 +133,12 @@ class Detokenizer:
         return text[:num_shown]
 
     def _hits(self, text: str) -> list[tuple[int, int, str]]:
-        """Return end, start and text of each stop string's first occurrence that ends after the held-back text."""
+        """Return end, start and text of the first match of each stop string that ends in the newly added text."""
         starts = {stop: max(0, len(self._held) - len(stop) + 1) for stop in self._stop}
         return [(at + len(stop), at, stop) for stop, start in starts.items() if (at := text.find(stop, start)) >= 0]
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, shown_token_ids: Collection[int]) -> frozenset[int]:
-    """Return the tokens that are not part of a text, such as the end token, without *shown_token_ids*."""
+    """Return the ids of special tokens, such as the end token, except those in *shown_token_ids*."""
     marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(marked.union(tokenizer.all_special_ids).difference(shown_token_ids))

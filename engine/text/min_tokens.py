@@ -18,7 +18,7 @@ _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # the
 class TooManyTokens(ValueError):
     """Raised if a text has more tokens than its *limit*.
 
-    *min_num_tokens* is a lower bound for their number, because the text was not tokenized to its end.
+    *min_num_tokens* is a lower bound for the number of tokens, because the text was not tokenized to its end.
     """
 
     def __init__(self, min_num_tokens: int, limit: int) -> None:
@@ -28,11 +28,11 @@ class TooManyTokens(ValueError):
 
 
 class MinTokens:
-    """A check that rejects texts that are too long, faster than tokenizing them. Many threads may use it.
+    """A thread-safe check that rejects a text that is too long, faster than tokenizing the text would.
 
     The first check divides the text's length by the length of the longest token. This bound holds only if the tokenizer
-    drops no part of a text and has no token that stands for several unknown characters. So the check reads the
-    tokenizer's own description, and is skipped if the description has parts that this module does not know.
+    drops no part of a text and has no token that stands for several unknown characters. So this check is skipped unless
+    the tokenizer's configuration shows that both are true.
 
     The second check tokenizes one piece of the text after another until the limit is exceeded. It counts the tokens
     before the last word of a piece, because these do not depend on the text after the piece. The check is skipped for a
@@ -80,7 +80,7 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Return whether every character of a text reaches the tokenizer's model, except those that NFC composes."""
+    """Return whether normalizer and pre-tokenizer drop no character of a text. NFC may still combine characters."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )
@@ -100,7 +100,7 @@ def _keeping_pre_tokenizer(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(described: Mapping[str, Any]) -> bool:
-    """Return whether the model has a token for every character, and gives each unknown one a token of its own."""
+    """Return whether the model drops no character, and has no token for several unknown characters."""
     model, vocab = described["model"], described["model"]["vocab"]
     if "ByteLevel" in _kinds(described.get("pre_tokenizer")) | _kinds(described.get("normalizer")):
         return all(symbol in vocab for symbol in ByteLevel.alphabet())
@@ -125,12 +125,12 @@ def _parts(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 class UnknownToken(ValueError):
-    """Raised for a token id that the tokenizer does not have; the message gives the valid range."""
+    """Raised for a token id that the tokenizer does not have. The message gives the valid range."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """A limit of *max_tokens* tokens on a prompt. The tokenizer's token ids are below *num_ids*."""
+    """Checks of a prompt: at most *max_tokens* tokens, with ids below *num_ids*."""
 
     min_tokens: MinTokens
     num_ids: int
@@ -141,7 +141,7 @@ class PromptLimit:
         self.min_tokens.check(text, self.max_tokens)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """Raise UnknownToken unless the tokenizer has all of the ids."""
+        """Raise UnknownToken if the tokenizer does not have one of the ids."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.num_ids:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.num_ids)
             raise UnknownToken(f"token id {wrong}: the tokenizer has 0 to {self.num_ids - 1}")

@@ -1,4 +1,4 @@
-"""A text that is tokenized once, and the number of tokens of each of its prefixes."""
+"""PrefixedText: a text that is tokenized once, and the number of tokens of each of its prefixes."""
 
 from bisect import bisect_left
 
@@ -8,7 +8,10 @@ from kvtier.engine.text.min_tokens import PromptLimit
 
 
 class PrefixedText:
-    """The tokens of a prompt's text, to which the tokenizer adds no special tokens. Owned by its caller."""
+    """A prompt's text with its tokens, which can be compared with other texts without tokenizing it again.
+
+    The tokenizer adds no special tokens. Owned by its caller.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, limit: PromptLimit) -> None:
         """Tokenize *text*. Raises `TooManyTokens` if it exceeds the *limit*."""

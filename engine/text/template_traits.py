@@ -33,7 +33,7 @@ _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "a0b1c2d3e"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The forms of messages, tools and tool calls that a template expects. The defaults are those of most templates."""
+    """What a chat template expects: the form of messages, tools and tool calls. The defaults fit most templates."""
 
     writes_tools: bool = True  # whether the template renders tools
     arguments_are_text: bool = False  # whether arguments of past calls must be JSON text; otherwise they are an object
@@ -44,9 +44,10 @@ class TemplateTraits:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = True) -> Self:
-        """Return the traits of the template that the tokenizer uses with tools, or without them.
+        """Return the traits of the tokenizer's template for requests with tools, or for those without.
 
-        The template is rendered about ten times, which takes a few milliseconds, for the first request only.
+        The first call renders the template about ten times, which takes a few milliseconds. Later calls reuse the
+        result.
         """
         if tokenizer.chat_template is None:
             return cls(writes_tools=False)
@@ -121,13 +122,13 @@ def _conversation(role: str, content: object, of_parts: Collection[str]) -> list
 def _is_written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> bool | None:
-    """Return whether the template renders the marker; None if it rejects the messages."""
+    """Return whether the rendered template contains `_MARKER`; None if the template rejects the messages."""
     written = _written(tokenizer, messages, tools)
     return None if written is None else _MARKER in written
 
 
 def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]:
-    """Return an assistant message that calls PROBE."""
+    """Return an assistant message that calls the tool `PROBE`."""
     call = {"id": call_id, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
@@ -135,7 +136,7 @@ def _calling(content: object, call_id: str, arguments: object) -> dict[str, Any]
 def _call(
     tokenizer: PreTrainedTokenizerBase, user: Mapping[str, Any], content: object, call_id: str, arguments: object
 ) -> str | None:
-    """Return a tool call of the assistant as the template renders it; None if it rejects or leaves out the call."""
+    """Return a tool call as the template renders it; None if the template rejects or leaves out the call."""
     before = _written(tokenizer, [user], [_TOOL])
     whole = _written(tokenizer, [user, _calling(content, call_id, arguments)], [_TOOL])
     if before is None or whole is None:

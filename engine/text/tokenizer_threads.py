@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 
 class TokenizerThreads:
-    """A thread pool for work with a tokenizer. Tenants take turns, and one of several tenants cannot use all threads.
+    """A thread pool for work with a tokenizer, shared fairly among tenants. Owned by the event loop.
 
-    Fast tokenizers release the interpreter lock (a text of 3 MB blocked another thread for at most 0.1 s). Several
-    threads may use a fast tokenizer as long as its settings do not change. A slow tokenizer gets one thread. Owned by
-    the event loop.
+    If there are several tenants, none of them can use all threads. Fast tokenizers release the interpreter lock (a text
+    of 3 MB blocked another thread for at most 0.1 s), and several threads may use one as long as its settings do not
+    change. A slow tokenizer gets a single thread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:
@@ -45,7 +45,7 @@ class TokenizerThreads:
         return self._turns.num_waiting
 
     def limit(self, max_tokens: int) -> PromptLimit:
-        """Return the limit for a prompt of at most *max_tokens* tokens."""
+        """Return the checks for a prompt of at most *max_tokens* tokens."""
         return PromptLimit(self._min_tokens, self._num_ids, max_tokens)
 
     def share_among(self, num_tenants: int) -> None:
@@ -55,7 +55,7 @@ class TokenizerThreads:
     async def run(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
         """Call *work* in a thread when it is the tenant's turn, and return its result or raise its exception.
 
-        If the caller is cancelled before its turn, *work* is not called. Raises RuntimeError if the threads are closed
+        If the caller is cancelled before its turn, *work* is not called. Raises RuntimeError if `close` is called
         before the turn.
         """
         await self._turns.take(tenant)

@@ -1,1 +1,1 @@
-"""kvtier as a Ray Serve application: `AsyncLLM` in replicas, the router's policy, and a sidecar on each node."""
+"""kvtier as a Ray Serve application: replicas with `AsyncLLM`, the policy of `kvtier route`, a sidecar on each node."""

@@ -1,4 +1,4 @@
-"""`build_app`: the Ray Serve application, for `serve run`, `serve deploy` and `serve.run`."""
+"""`build_app`: builds the Ray Serve application for `serve run`, `serve deploy` and `serve.run`."""
 
 from collections.abc import Mapping
 
@@ -17,10 +17,10 @@ STATS_S = 2.0  # pause between Ray's queries for a replica's event endpoints, wh
 
 
 def build_app(args: Mapping[str, object]) -> Application:
-    """Return the application with these arguments, see `RayServeConfig`.
+    """Return the Ray Serve application with these arguments, which `RayServeConfig` describes.
 
-    Its deployment `Front` passes requests to its deployment `Engine`. The argument `replicas`, or Ray's own
-    configuration of `Engine`, sets the number of replicas and the resources of each.
+    The application has two deployments: `Front` receives HTTP requests and passes them to `Engine`. The argument
+    `replicas`, or Ray's own configuration of `Engine`, sets the number of replicas and the resources of each.
     """
     config = ray_serve_config(args)
     routing = RequestRouterConfig(

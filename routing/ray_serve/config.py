@@ -1,4 +1,4 @@
-"""The configuration of a Ray Serve application: one frozen tree, from which the whole application is built."""
+"""`RayServeConfig`: the configuration of kvtier as a Ray Serve application."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -18,18 +18,18 @@ from kvtier.engine.config import (
 from kvtier.routing.config import IndexConfig, PolicyConfig, TokensConfig
 from kvtier.sidecar.config import sidecar_config
 
-ANY_ADDRESS = "0.0.0.0"  # selects the rules for a server on a network; no socket listens at this address
+ANY_ADDRESS = "0.0.0.0"  # selects the browser rules of a server on a network; no socket listens at this address
 
 
 class RayServeConfig(Table, frozen=True, kw_only=True):
     """The arguments of `build_app`.
 
     *config* is the path of a configuration file of `kvtier serve`, and *engine* has tables that override the file.
-    *sidecar* has the tables of each node's sidecar; without it, there is no sidecar, and replicas share no blocks.
-    *policy*, *index* and *tokens* are tables of `kvtier route`.
+    *sidecar* is the configuration of `kvtier sidecar`, which then runs on each node. Without *sidecar*, replicas share
+    no blocks. *policy*, *index* and *tokens* are the tables of these names in the configuration of `kvtier route`.
 
-    *replicas* and *fronts* are options of Ray's deployments `Engine` and `Front`: `num_replicas`, `autoscaling_config`,
-    `ray_actor_options` and so on.
+    *replicas* and *fronts* are Ray's options of the deployments `Engine` and `Front`, such as `num_replicas`,
+    `autoscaling_config` and `ray_actor_options`.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
@@ -43,16 +43,19 @@ class RayServeConfig(Table, frozen=True, kw_only=True):
     fronts: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def engine_config(self, **tables: object) -> Config:
-        """Return the configuration of a replica's engine, with additional *tables*. Raise `ConfigError` if invalid."""
+        """Return the configuration of a replica's engine, with additional *tables*.
+
+        Raises `ConfigError` if the configuration is invalid.
+        """
         return config_from_dict({**self.engine_tables(), **tables}, "engine")
 
     def engine_tables(self) -> Mapping[str, object]:
-        """Return the tables of the engine's configuration that the arguments give."""
+        """Return the tables of the engine's configuration: those in the file *config*, overridden by *engine*."""
         return merge_tables({} if self.config is None else load_toml(self.config), self.engine)
 
 
 def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:
-    """Return the configuration in the arguments of an application.
+    """Parse and check the arguments of an application.
 
     Raises:
         ConfigError: If the arguments, including the engine's and the sidecar's tables, are invalid.
@@ -63,14 +66,15 @@ def ray_serve_config(args: Mapping[str, object]) -> RayServeConfig:
     config.engine_config()
     if config.sidecar is not None:
         sidecar_config(None, config.sidecar)
-        config.engine_config(sidecar="unix:///tmp/kvtier.sock")  # refuses tables that belong to the sidecar
+        config.engine_config(sidecar="unix:///tmp/kvtier.sock")  # raises for tables that belong to the sidecar
     return config
 
 
 def server_settings(config: Config) -> ServerConfig:
-    """Return the server settings in an engine's configuration, adapted to a Ray Serve application.
+    """Return the server settings of an engine's configuration, adapted to Ray Serve.
 
-    The addresses of Ray's proxies are not known here, so a request's `Host` is checked as for a server on a network.
+    The addresses of Ray's HTTP proxies are unknown. So the `Host` of a request is checked as if the server listened on
+    a network address.
     """
     return msgspec.structs.replace(config.server, host=ANY_ADDRESS)
 

@@ -1,4 +1,4 @@
-"""`Engine`: a replica, with `AsyncLLM` and the routes of `kvtier serve`."""
+"""`Engine`: the Ray deployment of a replica, with `AsyncLLM` and the routes of `kvtier serve`."""
 
 import asyncio
 import time
@@ -27,9 +27,9 @@ _ANY_PORT = "tcp://*:0"
 
 
 async def messages(app: ASGIApp, call: ReceivedRequest) -> AsyncGenerator[Message]:
-    """Yield the messages that *app* sends for *call*, each when it is sent.
+    """Pass the request *call* to *app*, and yield each ASGI message as soon as *app* sends it.
 
-    If the caller closes the generator before the end, *app* is cancelled, as if its client had disconnected.
+    If the generator is closed before the end, *app* is cancelled, as if the client had disconnected.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()  # bounded by the length of the model's answer
     to_receive: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -38,7 +38,7 @@ async def messages(app: ASGIApp, call: ReceivedRequest) -> AsyncGenerator[Messag
         if to_receive:
             return to_receive.pop()
         await asyncio.Event().wait()
-        raise AssertionError("the event is never set")
+        raise AssertionError("unreachable: the event is never set")
 
     async def send(message: Message) -> None:
         sent.put_nowait(message)
@@ -77,9 +77,9 @@ def _scope(call: ReceivedRequest) -> Scope:
 
 
 class Engine:
-    """One engine. It publishes KV events, and attaches to its node's sidecar if the application has sidecars.
+    """A replica: one engine, which publishes KV events and uses its node's sidecar if the application has sidecars.
 
-    Ray Serve creates it, calls it on one event loop, and calls `__del__` before it ends the process.
+    Ray Serve creates the object, calls it on one event loop, and calls `__del__` before it ends the process.
     """
 
     async def __init__(self, config: RayServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -103,7 +103,7 @@ class Engine:
         self._publishes = await self._serving.service.llm.ask(_publishes)
 
     def record_routing_stats(self) -> Mapping[str, object]:
-        """Return where this replica publishes KV events. Ray passes the result on to request routers."""
+        """Return the endpoints where this replica publishes KV events. Ray passes them on to the request routers."""
         return self._publishes
 
     def check_health(self) -> None:
@@ -111,14 +111,17 @@ class Engine:
         self._serving.service.llm.statistics()
 
     async def answer(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
-        """Yield the answer to a request as ASGI messages. *way* is only used by the request router."""
+        """Yield the answer to a request as ASGI messages.
+
+        *way* is not used here. It is an argument because the request router reads the arguments of a call.
+        """
         async for message in messages(self._app, call):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name)]}  # noqa: PLW2901
             yield message
 
     async def __del__(self) -> None:
-        """Let running requests end, write cached blocks, and end the engine."""
+        """Wait for running requests, flush the cache, and end the engine."""
         if (serving := getattr(self, "_serving", None)) is not None:
             await serving.close()
             self._entrance.close()

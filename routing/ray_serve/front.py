@@ -1,4 +1,4 @@
-"""`Front`: the application's HTTP entry point, which reads a request's prompt and has a replica answer it."""
+"""`Front`: the application's HTTP entry point, which passes each request to a replica."""
 
 import asyncio
 import logging
@@ -31,12 +31,12 @@ from kvtier.web.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
 
-MAX_TRIES = 3  # replicas that get a request one after another, each because the one before has died
+MAX_TRIES = 3  # attempts to answer a request, each after the replica of the previous attempt has died
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """An answer that has begun: its head, the first part of its body, and the rest."""
+    """An answer that has begun: its status and headers (*head*), the first part of its body, and the rest."""
 
     head: Message
     first: Message
@@ -46,8 +46,8 @@ class _Begun:
 class Front:
     """The deployment that passes each request to a replica of the engine, and streams the answer back.
 
-    A request whose replica dies before the first byte goes to another replica, if the request may be repeated. Owned by
-    the event loop.
+    If the replica dies before the first byte of the answer, another replica is tried, unless the request must not be
+    executed twice. Owned by the event loop.
     """
 
     def __init__(self, engine: DeploymentHandle, config: RayServeConfig) -> None:
@@ -85,7 +85,10 @@ class Front:
         return Way(Wanted(question, tokens, self._salts.of(who, question.salt), who))
 
     async def _tokens_of(self, question: Question, credentials: Mapping[str, str]) -> TokenArray | None:
-        """Return the question's tokens from a replica, or None if no replica returns them in time."""
+        """Return the prompt's token ids, or None if no replica returns them in time.
+
+        The token ids are in the request itself or in the cache, or come from a replica's `/tokenize`.
+        """
         if question.token_ids is not None:
             return np.array(question.token_ids, dtype=np.uint32)
         if not self._tokens_config.ask or question.tokenize is None:
@@ -112,10 +115,10 @@ class Front:
             try:
                 begun = await self._begin(call, way)
             except RayActorError as error:
-                log.warning("a replica has died before it answered: %s", error)
+                log.warning("a replica died before it answered: %s", error)
                 if not may_repeat(call.method, call.path):
                     break
-                way = Way(way.wanted, way.key)  # the previous way has ended
+                way = Way(way.wanted, way.key)  # a new one, because the stage of the previous one is ENDED
             except RayServeException as error:
                 raise ApiError(503, f"no replica answers: {error}", code="no_replica") from None
             else:
@@ -133,7 +136,10 @@ class Front:
             raise
 
     async def _ask(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
-        """Yield a replica's answer, and record its progress in *way*. Cancel the call if the generator is closed."""
+        """Call a replica, yield its answer, and record the progress in *way*.
+
+        The call is cancelled if the generator is closed.
+        """
         answer = self._engine.remote(call, way)
         try:
             async for message in answer:
@@ -146,9 +152,9 @@ class Front:
 
 
 async def _body(begun: _Begun) -> AsyncGenerator[bytes]:
-    """Yield the answer's bytes. If the replica dies, raise its error, which ends the connection.
+    """Yield the bytes of the answer's body. If the replica dies, raise its error, which closes the connection.
 
-    A stream of server-sent events gets an error event before that.
+    If the answer is a stream of server-sent events, yield an error event before raising.
     """
     is_events = dict(begun.head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
     try:

@@ -1,4 +1,4 @@
-"""`NodeSidecar`: the one sidecar of a node, for all replicas of an application there."""
+"""`NodeSidecar`: runs the sidecar that all replicas of an application on one node share."""
 
 import json
 import logging
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 NAMESPACE = "kvtier"
 LOOK_S = 1.0  # pause between two checks whether the application is still deployed
 AGAIN_S = 1.0  # pause between the unexpected end of a sidecar and its restart
-READY_S = 120.0  # maximum time until a sidecar has its memory and its disk
+READY_S = 120.0  # maximum time that a sidecar needs to allocate its memory and to open its disk
 ENDS_S = 10.0  # time after `drain_s` for a sidecar to end
 
 
 class NodeSidecar:
-    """An actor that keeps `kvtier sidecar` running while the application is deployed, then ends it and itself.
+    """A Ray actor that keeps `kvtier sidecar` running on its node while the application is deployed.
 
-    The actor is detached, so that it outlives the replicas, which come and go. A thread of the actor owns the sidecar's
-    process, which ends with the actor.
+    When the application is deleted, the actor ends the sidecar and itself. The actor is detached, so that it outlives
+    the replicas, which come and go. If the actor's process dies, the sidecar ends too.
     """
 
     def __init__(self, app_name: str, tables: Mapping[str, object], path: str) -> None:
@@ -45,11 +45,14 @@ class NodeSidecar:
         self._thread.start()
 
     def socket(self) -> str:
-        """Wait until engines can attach, and return the socket's path. Raise TimeoutError if they cannot in time."""
+        """Wait until the sidecar accepts engines, and return the path of its socket.
+
+        Raises TimeoutError if the sidecar does not accept engines within `READY_S` seconds.
+        """
         give_up_at = time.monotonic() + READY_S
         while not _is_listening(self._path):
             if time.monotonic() > give_up_at or not self._thread.is_alive():
-                raise TimeoutError("the node's sidecar does not start; its log says why")
+                raise TimeoutError("the node's sidecar did not start; look for the reason in its log")
             time.sleep(0.05)
         return self._path
 
@@ -63,21 +66,21 @@ class NodeSidecar:
                 if process.returncode is None:
                     self._end(process)
                     break
-                log.warning("the node's sidecar has ended with status %d and is restarted", process.returncode)
+                log.warning("the node's sidecar ended with status %d and will be restarted", process.returncode)
                 time.sleep(AGAIN_S)
         finally:
             ray.kill(self._me, no_restart=True)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Start the sidecar.
+        """Start the sidecar's process.
 
-        Its tables may contain a token or a password. They go through a pipe, because every user of the machine can read
-        a process's arguments.
+        The sidecar's configuration may contain a token or a password, so it is sent through a pipe. In the arguments of
+        the process, every user of the machine could read it.
         """
         command = [sys.executable, "-m", "kvtier.routing.ray_serve.sidecar_process", str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as pipe:  # a sidecar that has ended already is restarted
+        with suppress(BrokenPipeError), process.stdin as pipe:  # if the process has already ended, `_keep` restarts it
             pipe.write(json.dumps(self._tables).encode())
         return process
 
@@ -95,13 +98,13 @@ class NodeSidecar:
             return self._app_name in serve.status().applications
         except ActorDiedError:  # Serve has been shut down
             return False
-        except Exception:  # after an error of Ray's, nothing is known, and the sidecar keeps running
-            log.warning("cannot determine whether the application is still deployed", exc_info=True)
+        except Exception:  # Ray does not know, so the sidecar keeps running
+            log.warning("cannot check whether the application is deployed; the sidecar keeps running", exc_info=True)
             return True
 
 
 async def sidecar_of_node(app_name: str, tables: Mapping[str, object]) -> str:
-    """Return the socket of this node's sidecar, which is started if there is none yet."""
+    """Return the path of the socket of this node's sidecar. Start the sidecar if it is not running yet."""
     node_id = ray.get_runtime_context().get_node_id()
     path = _socket_path(app_name, node_id)
     given: dict[str, object] = {"lmcache": None, "http": {"port": "none"}, **tables, "socket": {"path": path}}
@@ -124,12 +127,12 @@ async def sidecar_of_node(app_name: str, tables: Mapping[str, object]) -> str:
 
 
 def _socket_path(app_name: str, node_id: str) -> str:
-    """Return a path that is short enough for a socket, in a private folder of this user."""
+    """Return a path for the sidecar's socket in a private folder of this user, short enough for a Unix socket."""
     folder = Path(tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder}: must be a private folder of this user; remove it")
+        raise PermissionError(f"{folder}: is not a private folder of this user; remove it, and kvtier will create one")
     return str(folder / f"{blake2b(f'{node_id} {app_name}'.encode(), digest_size=8).hexdigest()}.sock")
 
 

@@ -1,4 +1,4 @@
-"""An HTTP request on its way from the front to a replica, with the facts that the request router needs."""
+"""An HTTP request on its way from `Front` to a replica, with the data that Ray's request router needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from kvtier.routing.token_cache import TokenArray
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
-    """A request as a client sent it."""
+    """An HTTP request as a client sent it."""
 
     method: str
     path: str
@@ -21,7 +21,7 @@ class ReceivedRequest:
 
 
 class Stage(IntEnum):
-    """The progress of a call."""
+    """The progress of a call from `Front` to a replica."""
 
     WAITING = 0  # the answer has not begun
     ANSWERING = 1
@@ -30,10 +30,10 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The prompt of a call.
+    """The prompt of a call, by which the request router chooses the replica.
 
-    *tokens* is None if the tokens are unknown. *salt* is the salt with which replicas name the prompt's blocks. *who*
-    is the header with the client's credentials.
+    *tokens* is None if the tokens are unknown. *salt* is the salt in the names of the prompt's blocks. *who* is the
+    header with the client's credentials.
     """
 
     question: Question
@@ -44,13 +44,14 @@ class Wanted:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Way:
-    """The routing information of a call, which is passed as an argument of the call.
+    """The data for routing one call. It is passed to the request router as an argument of the call.
 
-    The request router is in the caller's process and gets this object itself, not a copy. The replica gets an empty
-    `Way`. A call without *wanted* goes to the replica that *key* selects. A call without both goes to any replica.
+    A call with a prompt (*wanted*) goes to the replica that the policy chooses for the prompt. A call with only a *key*
+    goes to the replica that consistent hashing of the key selects. A call without both goes to any replica.
 
-    The caller sets *stage* from its own thread as the answer arrives, and the request router reads it. If a way no
-    longer exists, the request router concludes that its call has ended.
+    The request router runs in the caller's process and reads this object itself, not a copy. The caller updates *stage*
+    from its own thread. If the object no longer exists, the request router concludes that the call has ended. The
+    replica only gets an empty `Way`.
     """
 
     wanted: Wanted | None = None

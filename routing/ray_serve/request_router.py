@@ -1,4 +1,4 @@
-"""`PrefixRequestRouter`: a request router for Ray Serve with the policy of `kvtier route`."""
+"""`PrefixRequestRouter`: a request router for Ray Serve that uses the policy of `kvtier route`."""
 
 import asyncio
 import random
@@ -30,25 +30,28 @@ MAX_RANKED = 3  # replicas to try in the policy's order, before Ray chooses amon
 
 
 class Feeds:
-    """The tasks that listen to publishers, one for each. Owned by the event loop."""
+    """The tasks that receive the replicas' KV events, one task per publisher. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[Publisher, asyncio.Task[None]] = {}
 
     def listen(self, publisher: Publisher, take: Callable[[EventBatch], None], lose: Callable[[], None]) -> None:
-        """Start to listen to *publisher*, unless a task does so already."""
+        """Start to receive the events of *publisher*, unless a task does so already.
+
+        *take* is called with each batch of events. *lose* is called when earlier batches are no longer reliable.
+        """
         if publisher not in self._tasks:
             self._tasks[publisher] = asyncio.get_running_loop().create_task(EventFeed(publisher, take, lose).run())
 
     def end(self, name: str) -> None:
-        """Stop listening to the replica *name*."""
+        """Stop receiving the events of the replica *name*."""
         for publisher in [each for each in self._tasks if each.name == name]:
             self._tasks.pop(publisher).cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A call that was sent to replica *name*, where it counts as load until *end* is closed."""
+    """A call that was sent to the replica *name*. It counts as load of that replica until *end* is closed."""
 
     prompt: RoutedPrompt
     ranks: Mapping[str, Routed]  # the replicas that the call could go to, best first
@@ -58,17 +61,17 @@ class _Sent:
 
 
 class PrefixRequestRouter(LocalityMixin, RequestRouter):
-    """A request router that sends a call to the replica with most of its prompt, unless that replica is too busy.
+    """A Ray request router that sends a call to the replica that has most of its prompt, unless that one is too busy.
 
     From the replicas' KV events, the router knows which blocks each replica has in device memory, in host memory and on
-    disk. A call without a `Way` among its arguments goes to the less busy of two random replicas.
+    disk. A call without a prompt and without a key in its `Way` goes to the less busy of two random replicas.
 
     Ray creates one router in each process that has a handle of the deployment. Owned by the event loop in which Ray
     routes.
     """
 
     def initialize_state(self, policy: Mapping[str, object], index: Mapping[str, object]) -> None:
-        """Begin without replicas. *policy* and *index* are tables of `kvtier route`'s configuration."""
+        """Initialize the router without replicas. *policy* and *index* are tables of `kvtier route`'s configuration."""
         policy_config: PolicyConfig = tree_from_dict(PolicyConfig, policy, "policy")
         index_config: IndexConfig = tree_from_dict(IndexConfig, index, "index")
         self._router = Router(policy_config, index_config)
@@ -76,7 +79,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         self._sent: dict[ReferenceType[Way], _Sent] = {}  # a call has ended if its way no longer exists
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        """Listen to new replicas, and forget replicas that are no longer among *replicas*."""
+        """Receive the events of new replicas, and forget replicas that are no longer among *replicas*."""
         super().update_replicas(list(replicas))
         there = {each.replica_id.unique_id: each for each in replicas}
         for name in self._router.replicas.keys() - there.keys():
@@ -96,11 +99,11 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas that a call may go to, in ranks, best first."""
+        """Return the replicas that a call may go to, as a list of ranks. Ray tries the first rank first."""
         way = None if pending_request is None else _way_of(pending_request)
         if pending_request is None or way is None or (way.wanted is None and way.key is None):
             return self._any(pending_request)
-        pending_request.routing_context.should_backoff = True  # if all of them are full
+        pending_request.routing_context.should_backoff = True  # wait before the next attempt if all replicas are full
         there = {each.replica_id.unique_id: each for each in candidate_replicas}
         self._weigh()
         names = self._ranked(way) if way.wanted is not None else self._by_key(way.key or b"")
@@ -108,7 +111,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [*ranks, list(there.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Record the replica that has accepted a call. It is not the best one if that was full."""
+        """Record which replica has accepted a call. If the best replica was full, this is another one."""
         way, name = _way_of(pending_request), replica_id.unique_id
         sent = None if way is None else self._sent.get(ref(way))
         if way is not None and sent is not None and sent.name != name and name in self._router.replicas:
@@ -116,7 +119,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
             self._send(way, sent.prompt, sent.ranks, name)
 
     def matched(self, wanted: Wanted) -> Mapping[str, Matched]:
-        """Return how much of a prompt each replica has, without replicas that have none of it."""
+        """Return how many tokens of a prompt each replica has. Replicas that have none are left out."""
         return self._router.matched(self._prompt(wanted))
 
     def _prompt(self, wanted: Wanted) -> RoutedPrompt:
@@ -128,7 +131,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [[self.curr_replicas[each] for each in two]]
 
     def _ranked(self, way: Way) -> Sequence[str]:
-        """Return the policy's choice, and its next choices."""
+        """Return the names of the best replicas for the call's prompt, at most `MAX_RANKED`, best first."""
         wanted = way.wanted
         assert wanted is not None, "no prompt"
         self._take_back(way)  # all replicas were full at the previous attempt
@@ -160,7 +163,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
                 self._router.refused(sent.prompt, sent.name)
 
     def _weigh(self) -> None:
-        """Update the load of replicas by the progress of calls, and by the requests that other routers have sent."""
+        """Update the load of each replica from the stages of its calls and from the requests of other routers."""
         for reference, sent in list(self._sent.items()):
             if (way := reference()) is None or way.stage is Stage.ENDED:
                 del self._sent[reference]

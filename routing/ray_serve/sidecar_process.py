@@ -1,6 +1,6 @@
-"""A process that runs `kvtier sidecar`, and gets SIGTERM when the process that started it has ended.
+"""The process that `NodeSidecar` starts to run `kvtier sidecar`. It gets SIGTERM when the process that started it ends.
 
-It reads its tables, which may contain secrets, from standard input.
+The process reads its configuration from standard input, because the configuration may contain secrets.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, tables: dict[str, object]) -> int:
-    """Serve engines until a signal, and return the exit status."""
+    """Run the sidecar until a signal ends it. Return the exit status. *parent* is the id of the starting process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # when the thread that started this process ends
     if os.getppid() != parent:
         return 0

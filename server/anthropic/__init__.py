@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over the same engine. Start reading with `routes.py`."""
+"""Anthropic's Messages API, in addition to OpenAI's, for the same engine. Start reading with `routes.py`."""

@@ -1,4 +1,4 @@
-"""The content blocks of an answer, for its text and for each tool call, whole or as events of a stream."""
+"""The content blocks of an answer of `/v1/messages`: its text and its tool calls, whole or as events of a stream."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -11,18 +11,18 @@ from kvtier.web.event_stream import named_event
 
 
 class BlockStream:
-    """A writer of the events of an answer's blocks, one block after another. Owned by one reply.
+    """A writer of the stream events for the content blocks of one answer. Owned by one reply.
 
-    An answer without a tool call has a block of text, even if the text is empty.
+    An answer without a tool call has a text block, even if the text is empty.
     """
 
     def __init__(self) -> None:
-        self._num_blocks = 0  # that have begun; the last one is open
+        self._num_blocks = 0  # blocks that have begun; the last one is still open
         self._is_text = False  # whether the open block is text
         self.has_calls = False
 
     def events(self, deltas: Iterable[Delta]) -> Iterator[bytes]:
-        """Yield the events for *deltas*, by which the answer grows."""
+        """Yield the events for *deltas*, the next parts of the answer."""
         for delta in deltas:
             match delta:
                 case TextDelta(text):
@@ -35,7 +35,7 @@ class BlockStream:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def last_events(self) -> Iterator[bytes]:
-        """Yield the event that ends the last block."""
+        """Yield the events that end the last block."""
         if not self._num_blocks:
             yield from self._open_text()
         yield typed_event("content_block_stop", index=self._num_blocks - 1)
@@ -56,17 +56,17 @@ class BlockStream:
 
 
 def whole_blocks(answer: ReadAnswer) -> list[MessageBlock]:
-    """Return the blocks of a whole answer.
+    """Return the content blocks of a whole answer.
 
-    Arguments that were cut off become an empty object, because a client could take incomplete arguments for complete
-    ones.
+    If the arguments of a tool call were cut off, they become an empty object, so that a client does not take them for
+    complete.
     """
     calls: list[MessageBlock] = [_use(call.name, _input(call.arguments)) for call in answer.calls]
     return calls if calls and not answer.text else [MessageText(answer.text), *calls]
 
 
 def typed_event(kind: str, **fields: object) -> bytes:
-    """Return an event named *kind*, with a JSON object of the type *kind* and the given *fields*."""
+    """Return a stream event named *kind*. Its data is a JSON object with the type *kind* and the given *fields*."""
     return named_event(kind, {"type": kind, **fields})
 
 

@@ -1,4 +1,4 @@
-"""Content blocks of Anthropic's messages, and their conversion to the parts of a chat."""
+"""Content blocks of Anthropic's messages, and their conversion to the message parts of `/v1/chat/completions`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -12,14 +12,14 @@ from kvtier.server.tool_calls.past_call import CalledFunction, PastCall
 
 
 class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text. A client may send back a block of an answer unchanged."""
+    """A text. A client may send back a text block of an earlier answer unchanged."""
 
     text: str
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None  # remarks about the text; ignored
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return the block as parts of a chat's message."""
+        """Return the block as parts of a chat message."""
         return [TextPart(self.text, self.cache_control)]
 
 
@@ -37,13 +37,13 @@ class ContentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class FileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """A document stored with `/v1/kvtier/documents`. *file_id* is its id there."""
+    """A document that was stored with `/v1/kvtier/documents` and has the id *file_id*."""
 
     file_id: str
 
 
 class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
-    """Content that is always refused, with the reason *why*."""
+    """Content that the server always refuses. *why* is the error message."""
 
     why: ClassVar[str]
 
@@ -51,24 +51,23 @@ class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
         raise ValueError(self.why)
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Raise NotImplementedError, because such a block cannot be created."""
-        raise NotImplementedError
+        raise NotImplementedError  # never called, because no such block can be created
 
 
 class Base64Source(_Unsupported, frozen=True, tag="base64"):
-    """A PDF in the request."""
+    """A PDF inside the request. It is refused."""
 
     why = "PDFs are not supported; send the text as a source of type text"
 
 
 class UrlSource(_Unsupported, frozen=True, tag="url"):
-    """A PDF at a URL."""
+    """A PDF at a URL. It is refused."""
 
     why = "URLs are not supported; send the text as a source of type text"
 
 
 class Citations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the answer should cite the document, which kvtier does not support."""
+    """A request to cite the document in the answer. kvtier does not support this."""
 
     enabled: bool = False
 
@@ -87,9 +86,10 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return the block as parts of a chat's message.
+        """Return the block as parts of a chat message.
 
-        A stored document is a part of its own, so that its text is unchanged, and hits the blocks computed ahead.
+        A stored document becomes a separate part. So its text stays as it was when its blocks were computed, and the
+        request hits these blocks.
         """
         before = [text for text in (self.title, self.context) if text]
         match self.source:
@@ -105,33 +105,33 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """A model's thoughts before an earlier answer, which go to templates that take thoughts."""
+    """The model's thoughts before an earlier answer. Some chat templates include them in the prompt."""
 
     thinking: str = ""
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return no parts, because thoughts become a field of the message."""
+        """Return an empty list, because the thoughts are put into a field of the chat message."""
         return []
 
 
 class RedactedThinkingBlock(ThinkingBlock, frozen=True, tag="redacted_thinking"):
-    """Encrypted thoughts, which no template can use."""
+    """Encrypted thoughts. They are ignored, because no template can use them."""
 
 
 class ImageBlock(_Unsupported, frozen=True, tag="image"):
-    """An image."""
+    """An image. It is refused."""
 
     why = "images are not supported, because the model reads only text; send the image's text"
 
 
 class SearchResultBlock(_Unsupported, frozen=True, tag="search_result"):
-    """The result of a search."""
+    """The result of a search. It is refused."""
 
     why = "search results are not supported; send them as documents"
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call that the model made in an earlier answer. Unknown fields are ignored."""
+    """A tool call of an earlier answer. Unknown fields are ignored."""
 
     id: str
     name: str
@@ -139,11 +139,11 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return no parts, because the block becomes a call of the message."""
+        """Return an empty list, because the block becomes a tool call of the chat message, see `call`."""
         return []
 
     def call(self) -> PastCall:
-        """Return the block as a tool call of a chat's message."""
+        """Return the block as a tool call of a chat message."""
         return PastCall(self.id, CalledFunction(self.name, self.input))
 
 
@@ -151,7 +151,7 @@ ResultBlock: TypeAlias = TextBlock | DocumentBlock | ImageBlock | SearchResultBl
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """The result of a tool. *is_error* is ignored, because templates have no field for it."""
+    """The result of a tool call. *is_error* is ignored, because chat templates have no field for it."""
 
     tool_use_id: str
     content: str | list[ResultBlock] = ""
@@ -159,11 +159,11 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     cache_control: CacheControl | None = None
 
     def parts(self) -> list[TextPart | DocumentPart]:
-        """Return no parts, because the block becomes a message of its own."""
+        """Return an empty list, because the block becomes a separate chat message, see `message`."""
         return []
 
     def message(self) -> Message:
-        """Return the block as a chat's message with the role tool."""
+        """Return the block as a chat message with the role `tool`."""
         return Message("tool", [*parts_of(self.content)], self.cache_control, tool_call_id=self.tool_use_id)
 
 
@@ -181,10 +181,10 @@ Blocks: TypeAlias = str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
 def blocks_of(content: Blocks) -> Sequence[Block]:
-    """Return the blocks of a message with this content."""
+    """Return the *content* of a message as blocks. A string becomes one text block."""
     return [TextBlock(content)] if isinstance(content, str) else content
 
 
 def parts_of(content: str | Sequence[Block]) -> list[TextPart | DocumentPart]:
-    """Return the parts of a chat's message with this content."""
+    """Return the *content* of a message as parts of a chat message."""
     return [TextPart(content)] if isinstance(content, str) else [part for block in content for part in block.parts()]

@@ -1,4 +1,4 @@
-"""MessageReply: how `/v1/messages` writes its answers."""
+"""MessageReply: writes the answers of `/v1/messages`."""
 
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,13 @@ class _Ending(msgspec.Struct, frozen=True):
 
 
 class MessageReply:
-    """A `Reply` with one choice. Its stream begins with the prompt's usage, and ends with the answer's usage."""
+    """A `Reply` in the format of `/v1/messages`, which has one choice.
+
+    In a stream, the first event has the token counts of the prompt. The counts of the answer follow at the end.
+    """
 
     def __init__(self, model: str, usage: Usage, tools: ToolUse, request_id: str, is_warmup: bool) -> None:
-        """Create a reply. If *is_warmup*, it has no content, because the request only computes the prompt."""
+        """Create a reply. If *is_warmup*, its content is empty, because the request only computes the prompt."""
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._usage = usage
@@ -40,7 +43,7 @@ class MessageReply:
         self._only_warms = is_warmup
         self._has_begun = False
         self._tools = tools
-        self._reader = tools.reader()  # of the stream
+        self._reader = tools.reader()  # for a stream
         self._blocks = BlockStream()
 
     def whole(self, answers: Sequence[Answer]) -> MessageAnswer:

@@ -1,4 +1,4 @@
-"""MessagesRequest: the body of `POST /v1/messages`, and its conversion to a chat."""
+"""MessagesRequest: the body of `POST /v1/messages`, and its conversion to a `ChatRequest`."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -55,7 +55,7 @@ class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """Options of the answer. *effort* has the effect of OpenAI's `reasoning_effort`. Unknown options are ignored."""
+    """Options of the answer. *effort* works like OpenAI's `reasoning_effort`. Unknown options are ignored."""
 
     effort: Text | None = None
     format: JsonOutput | None = None
@@ -69,10 +69,10 @@ class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/messages/count_tokens`: a conversation. *cache_control* applies to the last block.
+    """The body of `POST /v1/messages/count_tokens`: a conversation.
 
-    *cache_salt* and *chat_template_kwargs* are not in Anthropic's API. They have the same meaning as in
-    `/v1/chat/completions`.
+    *cache_control* applies to the end of the last message. *cache_salt* and *chat_template_kwargs* are not in
+    Anthropic's API. They have the same meaning as in `/v1/chat/completions`.
     """
 
     model: str
@@ -91,18 +91,21 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def continues_answer(self) -> bool:
-        """Whether the conversation ends with the beginning of the assistant's answer."""
+        """Whether the last message is the beginning of the answer, which the model continues."""
         return self.messages[-1].role == "assistant"
 
     def written(self) -> list[Message]:
-        """Return the chat's messages; consecutive messages of one role become one message, as in Anthropic's API."""
+        """Return the conversation as chat messages.
+
+        As in Anthropic's API, consecutive messages of one role become one message.
+        """
         messages = list(self._joined())
         if self.cache_control is not None:
             messages[-1] = msgspec.structs.replace(messages[-1], cache_control=self.cache_control)
         return messages
 
     def chat(self) -> ChatRequest:
-        """Return the conversation as a chat, whose tokens can be counted."""
+        """Return the conversation as a request to `/v1/chat/completions`."""
         asked = self.output_config.format or self.output_format
         return ChatRequest(
             model=self.model,
@@ -127,7 +130,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
-    """Yield the assistant's message. A cache control of any of its calls applies to the end of its last call."""
+    """Yield the assistant's message. If its tool calls have cache controls, the last one applies to the last call."""
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     controls = [use.cache_control for use in uses if use.cache_control is not None]
     calls = [use.call() for use in uses] or None
@@ -148,8 +151,8 @@ def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Itera
 class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/messages`: a conversation to answer.
 
-    With *max_tokens* 0, the prompt is computed and cached, and the answer is empty. *kvtier*, *priority* and *seed* are
-    not in Anthropic's API. They have the same meaning as in `/v1/chat/completions`.
+    If *max_tokens* is 0, the prompt is computed and cached, and the answer is empty. *kvtier*, *priority* and *seed*
+    are not in Anthropic's API. They have the same meaning as in `/v1/chat/completions`.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -164,11 +167,11 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_warmup(self) -> bool:
-        """Whether the prompt is computed without an answer."""
+        """Whether the request only computes and caches its prompt, without an answer."""
         return self.max_tokens == 0
 
     def chat(self) -> ChatRequest:
-        """Return the chat to answer. Its *max_tokens* is at least 1, which is the minimum of a chat."""
+        """Return the request as a request to `/v1/chat/completions`, where *max_tokens* is at least 1."""
         return msgspec.structs.replace(
             super().chat(),
             max_tokens=max(1, self.max_tokens),

@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's requests, answered as chats are."""
+"""The routes of Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`. Requests become a `ChatRequest`."""
 
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ async def create_message(request: Request) -> Generation:
 
 
 async def count_tokens(request: Request) -> Response:
-    """Answer `POST /v1/messages/count_tokens` with the tokens that the prompt of `/v1/messages` would have."""
+    """Answer `POST /v1/messages/count_tokens` with the number of tokens in the conversation's prompt."""
     service: Service = request.app.state.service
     asked = await _asked(request, service, Conversation)
     service.models.lora_of(asked.model)

@@ -1,4 +1,4 @@
-"""Tools in Anthropic's format, and their conversion to tools of OpenAI's chats."""
+"""Tools in Anthropic's format, and their conversion to OpenAI's format."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -12,8 +12,8 @@ from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool that the client runs.
 
-    *eager_input_streaming*, *defer_loading*, *input_examples* and *allowed_callers* are accepted and ignored. The model
-    always sees all tools.
+    *eager_input_streaming*, *defer_loading*, *input_examples* and *allowed_callers* are accepted and ignored. All tools
+    are always in the prompt.
     """
 
     name: FunctionName
@@ -33,17 +33,17 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "type: a tool that the server runs is not supported; send a tool of your own, with an input_schema"
             )
         if self.input_schema is None:
-            raise ValueError("input_schema: is missing")
+            raise ValueError("input_schema: is missing; give the JSON schema of the tool's input")
 
     def tool(self) -> Tool:
-        """Return the tool of a chat."""
+        """Return the tool in OpenAI's format."""
         return Tool(
             Function(self.name, self.description, self.input_schema, self.strict), cache_control=self.cache_control
         )
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """A choice of whether the model uses tools, and which. By default, an answer may use several tools."""
+    """A rule for whether the model uses tools, and which. By default, an answer may have several tool calls."""
 
     disable_parallel_tool_use: bool = False
 
@@ -53,7 +53,7 @@ class AutoChoice(_Choice, frozen=True, tag="auto"):
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """Equivalent choice in a chat."""
+        """Equivalent `tool_choice` in OpenAI's format."""
         return "auto"
 
 
@@ -62,7 +62,7 @@ class AnyChoice(_Choice, frozen=True, tag="any"):
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """Equivalent choice in a chat."""
+        """Equivalent `tool_choice` in OpenAI's format."""
         return "required"
 
 
@@ -71,7 +71,7 @@ class NoneChoice(_Choice, frozen=True, tag="none"):
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """Equivalent choice in a chat."""
+        """Equivalent `tool_choice` in OpenAI's format."""
         return "none"
 
 
@@ -82,7 +82,7 @@ class NamedChoice(_Choice, frozen=True, kw_only=True, tag="tool"):
 
     @property
     def in_chat(self) -> ChatToolChoice:
-        """Equivalent choice in a chat."""
+        """Equivalent `tool_choice` in OpenAI's format."""
         return NamedTool(NamedFunction(self.name))
 
 

@@ -1,1 +1,1 @@
-"""Documents: texts that are computed ahead of the questions about them, and kept warm."""
+"""Documents: stored texts whose KV is computed before prompts that begin with them arrive, and stays cached."""

@@ -10,9 +10,10 @@ TIMEOUT_S = 60.0
 
 
 class DocumentClient:
-    """A client for the documents of one server. Methods return the JSON objects that the server answers.
+    """A client for the documents of one server. Methods return the JSON object in the server's answer.
 
-    Methods raise Refused if the server refuses, OSError if no server answers, and ValueError for an invalid id.
+    Methods raise Refused if the server answers with an error, OSError if no server answers, and ValueError for an
+    invalid id.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -20,11 +21,11 @@ class DocumentClient:
         self._client = JsonClient(url, key, "--api-key or KVTIER_API_KEY", "kvtier serve --model …", TIMEOUT_S)
 
     def list(self) -> dict[str, Any]:
-        """List all documents of the tenant, and whether they survive a restart."""
+        """Return all documents of the API key's tenant, and whether documents survive a restart of the server."""
         return self._ask("GET", "")
 
     def put(self, document_id: str, content: dict[str, object]) -> dict[str, Any]:
-        """Put a document, or replace it."""
+        """Store a document. It replaces a document with the same id."""
         return self._ask("PUT", _path(document_id), content)
 
     def get(self, document_id: str) -> dict[str, Any]:

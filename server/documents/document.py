@@ -1,4 +1,4 @@
-"""Document: a text that many questions will be asked about, so that it is computed once and kept."""
+"""Document: a text with which many prompts begin, so its KV is computed once and stays cached."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Form(StrEnum):
-    """The place of a document in its prompts, which determines the tokens that are computed ahead."""
+    """Whether a document is for plain prompts or for chats, which determines its token ids."""
 
     TEXT = "text"  # the prompt begins with the document's tokens
     CHAT = "chat"  # the first user message of a chat begins with the document, in the chat template's format
@@ -20,9 +20,9 @@ class Form(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Document:
-    """One document of one tenant. Owned by the event loop; the fields that the engine's thread reads never change.
+    """A document of one tenant. All prompts about it begin with *token_ids*, whose KV is computed in advance.
 
-    All prompts about the document begin with *token_ids*, whose KV is computed before these prompts arrive.
+    Owned by the event loop. The engine's thread reads only fields that no longer change.
     """
 
     id: str
@@ -31,7 +31,7 @@ class Document:
     text: str | None  # None: the client put token ids
     system: str | None  # the system message before the document, in a chat
     token_ids: npt.NDArray[np.int32] = field(repr=False)
-    lora: str | None  # the adapter that computes it; None: the model itself
+    lora: str | None  # the LoRA adapter with which the document is computed; None: the model itself
     cache_salt: str | None = field(repr=False)
     created_at: float  # seconds since 1970, like *pinned_until*
     was_ready: bool = False
@@ -39,17 +39,17 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are computed ahead."""
+        """Number of tokens whose KV is computed in advance."""
         return len(self.token_ids)
 
     def has_content_of(self, other: "Document") -> bool:
-        """Return whether *other* has the same content in the same form."""
+        """Return whether *other* has the same text, token ids, form, system message, adapter and cache_salt."""
         mine = (self.form, self.text, self.system, self.lora, self.cache_salt)
         theirs = (other.form, other.text, other.system, other.lora, other.cache_salt)
         return mine == theirs and np.array_equal(self.token_ids, other.token_ids)
 
 
 def check_id(document_id: str) -> None:
-    """Raise ValueError if *document_id* is not valid. "." and ".." are not, because they are folders in a path."""
+    """Raise ValueError if *document_id* is not valid. The ids "." and ".." are not, because URL paths resolve them."""
     if not _ID.fullmatch(document_id) or document_id in (".", ".."):
         raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

@@ -1,4 +1,4 @@
-"""Documents: the documents of all tenants, computed in the background, kept warm, and restored after a restart."""
+"""Documents: the stored documents of all tenants, computed in the background, and restored after a restart."""
 
 import asyncio
 import logging
@@ -36,15 +36,15 @@ class TooManyDocuments(Exception):
 
 
 class Documents:
-    """Documents by tenant and id; a tenant can reach only its own. Owned by the event loop.
+    """The documents that clients have stored, by tenant and id. Owned by the event loop.
 
-    With a folder, each change is on disk before the call returns. Without a folder, documents are lost when the process
-    ends. A change runs to completion even if its caller is cancelled, so that the folder, this object and the engine's
-    thread agree.
+    If a folder is configured, each change is on disk before the call returns. Otherwise, documents are lost when the
+    process ends. A change runs to completion even if its caller is cancelled. So the folder, this object and the
+    engine's thread always have the same documents.
     """
 
     def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
-        """Create an instance without documents, see `open`. Only the engine's thread of *llm* calls *worker*."""
+        """Create an instance without documents; `open` restores them. Only the thread of *llm* may use *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder
@@ -64,8 +64,11 @@ class Documents:
     ) -> Self:
         """Open the folder of *config*, restore its documents and pins, and queue documents that were never computed.
 
-        *salt_of* returns the cache_salt with which a document's blocks are named. *num_tenants* tenants share the
-        memory for pins.
+        Args:
+            llm: Engine that computes the documents.
+            config: Configuration with the folder.
+            salt_of: Function that returns the cache_salt in the hashes of a document's blocks.
+            num_tenants: Number of tenants that share the memory for pins.
 
         Raises:
             OSError: The folder cannot be used.
@@ -84,7 +87,7 @@ class Documents:
 
     @property
     def are_kept(self) -> bool:
-        """Whether documents outlive the process."""
+        """Whether documents are stored on disk, so that they survive a restart."""
         return self._folder.is_kept
 
     def of(self, tenant: str | None) -> list[Document]:
@@ -97,24 +100,24 @@ class Documents:
         return self._documents.get((tenant, document_id))
 
     def damaged_files(self, tenant: str | None) -> dict[str, str]:
-        """Return the reasons why files of the tenant could not be read, by file name."""
+        """Return the tenant's document files that could not be read: the reason by file name."""
         prefix = tenant_prefix(tenant)
         return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
 
     def damage_reason(self, tenant: str | None, document_id: str) -> str | None:
-        """Return why the document's file could not be read; None if it was read or does not exist."""
+        """Return why a document's file could not be read; None if it was read or does not exist."""
         return self._damaged.get(file_name(tenant, document_id))
 
     async def put(
         self, tenant: str | None, document_id: str, draft: Draft, max_tokens: int | None = None
     ) -> tuple[Document, bool]:
-        """Put a document and queue its computation; return the document, and whether it is new.
+        """Store a document and queue the computation of its KV; return the document, and whether its id is new.
 
-        A document with the same id and other content is replaced. A call that is cancelled during tokenization has no
+        A document with the same id but other content is replaced. A call that is cancelled during tokenization has no
         effect. A call that is cancelled later still completes.
 
         Raises:
-            ValueError: The id, the text, the token ids or the adapter is not valid here.
+            ValueError: The id, the text, the token ids or the adapter is not valid.
             TemplateError: The chat template rejects the document (jinja2's error).
             TooManyDocuments: The tenant already has its maximum number of documents.
             OSError: The document cannot be written to disk; nothing has changed.
@@ -138,12 +141,12 @@ class Documents:
         return await self._make_change(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> DocumentState:
-        """Return the document's status, and how much of it each tier has now."""
+        """Return the document's status, and the number of its tokens in each tier."""
         (residence,) = await self.residences([document])
         return residence
 
     async def residences(self, documents: Sequence[Document]) -> list[DocumentState]:
-        """Return the `residence` of several documents. It is not one snapshot, because the engine steps in between."""
+        """Return the `residence` of each document. The engine may run steps between the documents."""
         found: list[DocumentState] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
@@ -151,20 +154,20 @@ class Documents:
         return found
 
     async def warm(self, document: Document, tier: Tier) -> None:
-        """Start to load the document into *tier*; raise NoRoomToPin if host memory has no room."""
+        """Start to load the document into *tier*; raise NoRoomToPin if it does not fit in host memory."""
         await self._ask(lambda worker: worker.warm(document, tier))
 
     async def pin(self, document: Document, ttl_s: float) -> None:
-        """Keep the document in host memory for *ttl_s* seconds from now, also across restarts.
+        """Keep the document in host memory for *ttl_s* seconds from now. The pin survives a restart.
 
         Raises:
-            NoRoomToPin: The tenant's share of host memory has no room.
+            NoRoomToPin: The tenant's share of host memory has no room for the document.
             OSError: The pin cannot be written to disk; an earlier pin stays as it was.
         """
         await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MAX_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
-        """End the document's pin; raise OSError, and keep the pin, if the change cannot be written to disk."""
+        """End the document's pin. If the change cannot be written to disk, raise OSError and keep the pin."""
         await self._make_change(document.tenant, lambda: self._unpin(document))
 
     async def pin_prompt(
@@ -173,38 +176,38 @@ class Documents:
         """Pin the cached part of a prompt in host memory for *ttl_s* seconds.
 
         Returns:
-            False if the tenant's share has no room, or if no block of the prompt can be pinned.
+            Whether the prompt is pinned: False if the tenant's share has no room, or if no block can be pinned.
         """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
     async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Pin the cached part of a prompt up to its breakpoints, see `PinnedPrefixes.keep`."""
+        """Pin the cached prefixes of a prompt that end at its breakpoints; see `PinnedPrefixes.keep`."""
         return await self._ask(lambda worker: worker.prefixes.keep(prompt))
 
     async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is kept already. The call counts as a read of that part."""
+        """Return the part of a prompt that is pinned already, and renew its pins."""
         return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
         """Divide the memory for pins among *num_tenants* tenants, from the engine's next step on.
 
-        Pins of a tenant beyond its new share stay until they end or are renewed.
+        If a tenant has more pins than its new share allows, they stay until they end or are renewed.
         """
         self._llm.tell(lambda _: self._worker.share_among(num_tenants))
 
     async def delete(self, tenant: str | None, document_id: str) -> bool:
-        """Delete a document, or its damaged file; return False if there is neither.
+        """Delete a document, or the file of a damaged document; return False if there is neither.
 
-        The document's blocks stay cached until they are evicted. Raises OSError if the file cannot be removed; the
-        document then still exists.
+        The document's blocks stay cached until they are evicted. If the file cannot be removed, OSError is raised, and
+        the document still exists.
         """
         return await self._make_change(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
 
-        The engine keeps the pins until the engine ends. If the caller is cancelled, closing continues, and a second
-        call waits for it.
+        The engine keeps pinned blocks until it ends itself. If the caller is cancelled, closing continues in the
+        background. A second call waits until closing is complete.
         """
         self._stop()
         if self._closing is None:
@@ -212,7 +215,7 @@ class Documents:
         await asyncio.shield(self._closing)
 
     def _stop(self) -> None:
-        """Ignore notifications of ready documents from now on."""
+        """Ignore from now on that the engine's thread has finished computing a document."""
         self._is_closed = True
 
     async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
@@ -225,7 +228,7 @@ class Documents:
         await self._folder.close()
 
     async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
-        """Run *change* after the tenant's earlier changes, even if the caller is cancelled, and return its result."""
+        """Run *change* after the tenant's earlier changes, even if the caller is cancelled; return its result."""
         return await asyncio.shield(self._start_change(tenant, change))
 
     def _start_change(
@@ -282,7 +285,7 @@ class Documents:
         return True
 
     async def _read(self) -> None:
-        """Read the folder's documents, and record the damaged files."""
+        """Restore the documents in the folder, and record the files that cannot be read."""
         known: list[tuple[Document, bool]] = []
         for file, outcome in await self._folder.read_all():
             if isinstance(outcome, Damaged):
@@ -331,7 +334,7 @@ class Documents:
             raise ValueError("the document has 0 tokens; give it at least one")
 
     def _longest(self, max_tokens: int | None) -> int:
-        """Return the maximum number of tokens of a document, at most *max_tokens* unless that is None."""
+        """Return the maximum length of a document: what the engine can take, but at most *max_tokens* if given."""
         longest = self._llm.longest_request - 2  # room for a question and an answer of one token each
         return longest if max_tokens is None else min(longest, max_tokens)
 
@@ -344,7 +347,7 @@ class Documents:
             raise
 
     def _tell_ready(self, document: Document) -> None:
-        """Notify the event loop, from the engine's thread, that the document has been computed."""
+        """Notify the event loop that a document has been computed. The engine's thread calls this."""
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._on_ready, document)
 
@@ -359,11 +362,11 @@ class Documents:
             try:
                 await self._folder.write(document)
             except OSError as error:  # the only loss: after a restart the document is computed again
-                log.warning("documents: cannot write the file of a document that has become ready: %s", error)
+                log.warning("documents: cannot store that a document is computed; a restart recomputes it: %s", error)
 
 
 def _pinned_s(document: Document) -> float:
-    """Return how many more seconds the document is pinned; 0 if it is not."""
+    """Return the remaining seconds of the document's pin; 0 if it is not pinned."""
     return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
 
 
@@ -377,10 +380,10 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 
 
 def documents_path(config: Config) -> Path | None:
-    """Return the folder of documents: `documents.path`, or else a folder next to the one of [disk].
+    """Return the folder in which documents are stored; None if documents are not stored.
 
-    Return None if neither is configured. A sidecar has [disk] instead of the engine, and this process may not be
-    allowed to write to the sidecar's folder.
+    It is `documents.path`, or by default a folder next to the store of [disk]. With a sidecar, [disk] is in the
+    sidecar's configuration, so only `documents.path` counts.
     """
     if config.documents.path is not None:
         return Path(config.documents.path)
@@ -391,7 +394,7 @@ def documents_path(config: Config) -> Path | None:
 
 
 def persistence_advice(sidecar: str | None) -> str:
-    """Return advice on how to keep documents after the process has ended."""
+    """Return a text that says which settings make documents survive the end of the process."""
     return f"to keep them, set documents.path{' or configure [disk]' if sidecar is None else ''}"
 
 

@@ -16,10 +16,10 @@ from kvtier.tiers.naming.request_text import check_text
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A document to put, as *text* or as *token_ids*.
+    """A document that a client wants to store, as *text* or as *token_ids*.
 
-    If *form* is None, a text becomes a document for chats if the tokenizer has a chat template. Raises ValueError for
-    text that is not valid Unicode.
+    If *form* is None, a text becomes a document for chats if the tokenizer has a chat template. Otherwise, it becomes a
+    document for plain prompts. Raises ValueError for text that is not valid Unicode.
     """
 
     text: str | None
@@ -36,16 +36,18 @@ class Draft:
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
-    """Tokenize the draft; return its form, and the token ids to compute ahead.
+    """Return the draft's form, and the token ids with which all prompts about the document begin.
 
-    Raises ValueError for a text that exceeds *limit* (`TooManyTokens`), for unknown token ids, and for a form or a
-    system message that the draft cannot have. Errors of the chat template are raised unchanged.
+    Raises:
+        TooManyTokens: The text exceeds *limit*.
+        ValueError: A token id is unknown, or the form or the system message does not suit the draft.
+        TemplateError: The chat template rejects the document (jinja2's error).
     """
     form = draft.form
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
     if draft.system is not None and form is Form.TEXT:
-        raise ValueError('system: only a document with "as": "chat" can have a system message; leave it out')
+        raise ValueError('system: only a document with "as": "chat" can have a system message; leave system out')
     if draft.text is None:
         if form is Form.CHAT:
             raise ValueError('as: token ids cannot be a document for chats; send text, or "as": "text"')
@@ -60,7 +62,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return a digest that changes if the tokenizer or its chat template would produce other token ids."""
+    """Return a digest of the tokenizer and its chat template, to detect that they now produce other token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -1,7 +1,7 @@
-"""DocumentFolder: documents on disk, one file each. The files are private, and encrypted if blocks on disk are.
+"""DocumentFolder: stores documents on disk, one file each. If [disk] has an encryption key, the files are encrypted.
 
-A file is magic ‖ digest (xxh3_128, 16 bytes) ‖ content, where content is the msgpack of a `_Record`. With a key, the
-output of `Cipher.encrypt` replaces digest and content. The file's name consists of digests of tenant and id.
+A file consists of a magic number, a digest (xxh3_128, 16 bytes) and a `_Record` in msgpack. In an encrypted file, the
+output of `Cipher.encrypt` replaces the digest and the record. The file's name consists of digests of tenant and id.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _UNFINISHED = ".new"  # suffix of a file that is being written
 
 
 class Damaged(ValueError):
-    """Error for a file that is not a document, or that this configuration cannot read; the message says why."""
+    """Error for a file that does not hold a document, or that cannot be read with this configuration."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -50,14 +50,14 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class DocumentFolder:
-    """The folder with the files of documents. One thread at a time may use it; every method may block.
+    """The folder in which documents are stored. Only one thread at a time may use it; every method may block.
 
-    A lock keeps other processes out, because they would remove files that this process is writing, and would not see
-    its changes.
+    A lock prevents two processes from using the folder at once. Otherwise, one process could remove a file that the
+    other is writing, and would not see the other's changes.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
-        """Open the folder at *path*, or create it. *tokenizer* is the digest of the current tokenizer.
+        """Open the folder at *path*, or create it. *tokenizer* is the `tokenizer_digest` of the current tokenizer.
 
         Raises FolderInUse if another process has the folder open, and OSError if it cannot be opened.
         """
@@ -89,7 +89,7 @@ class DocumentFolder:
         self.close()
 
     def write(self, document: Document) -> None:
-        """Write a document's file atomically, safe against a crash of the machine; raise OSError if that fails."""
+        """Write a document's file atomically and durably; raise OSError if that fails."""
         content = msgspec.msgpack.encode(
             _Record(
                 document.id,
@@ -126,15 +126,15 @@ class DocumentFolder:
         return sorted(file.name for file in self._folder.here.glob(f"*{SUFFIX}"))
 
     def read(self, name: str) -> tuple[Document, bool]:
-        """Return the document in the file *name*, and whether the current tokenizer made its token ids.
+        """Return the document in the file *name*, and whether its token ids are from the current tokenizer.
 
-        Raises Damaged if the file does not hold a readable document.
+        Raises Damaged if the file cannot be read, or does not hold a document.
         """
         try:
             with open(self._folder.here / name, "rb", opener=open_private) as file:
                 value = file.read()
         except OSError as error:
-            raise Damaged(f"cannot be read ({error.strerror})") from error
+            raise Damaged(f"it cannot be read ({error.strerror})") from error
         try:
             record = msgspec.msgpack.decode(self._opened(name, value), type=_Record)
             document = Document(
@@ -155,7 +155,7 @@ class DocumentFolder:
         except (msgspec.DecodeError, ValueError) as error:
             raise Damaged("its content is not a document") from error
         if file_name(document.tenant, document.id) != name:
-            raise Damaged("it belongs to another document")
+            raise Damaged("its name is that of another document's file; was it renamed or copied?")
         return document, record.tokenizer == self._tokenizer
 
     def _sealed(self, name: str, content: bytes) -> bytes:
@@ -169,15 +169,15 @@ class DocumentFolder:
     def _opened(self, name: str, value: bytes) -> bytes:
         magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
         if magic == ENCRYPTED and self._cipher is None:
-            raise Damaged("it is encrypted; give [disk] the key")
+            raise Damaged("it is encrypted, but [disk] has no encryption key; configure the key")
         if magic == CLEAR and self._cipher is not None:  # not trusted, because it can be written without the key
-            raise Damaged("it is not encrypted, but [disk] has a key; put the document again")
+            raise Damaged("it is not encrypted, but [disk] has an encryption key; put the document again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)
             try:
                 digest = self._cipher.decrypt(memoryview(value), _context(name), memoryview(content))
             except ValueError as error:
-                raise Damaged("it was changed, or encrypted with another key") from error
+                raise Damaged("it cannot be decrypted: the file was changed, or encrypted with another key") from error
         elif self._cipher is None and magic == CLEAR:
             digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
         else:
@@ -188,7 +188,7 @@ class DocumentFolder:
 
 
 def file_name(tenant: str | None, document_id: str) -> str:
-    """Return the name of a document's file, whose digests reveal neither tenant nor id."""
+    """Return the name of a document's file. It consists of digests, which reveal neither the tenant nor the id."""
     return f"{tenant_prefix(tenant)}{_digest('id', document_id)}{SUFFIX}"
 
 
@@ -198,7 +198,7 @@ def tenant_prefix(tenant: str | None) -> str:
 
 
 def read_all(folder: DocumentFolder) -> Iterator[tuple[str, tuple[Document, bool] | Damaged]]:
-    """Yield each file's name with the result of `DocumentFolder.read`, or with the error that it raised."""
+    """Yield the name of each file, with the result of `DocumentFolder.read` or the `Damaged` error that it raised."""
     for name in folder.names():
         try:
             yield name, folder.read(name)

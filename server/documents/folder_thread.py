@@ -1,4 +1,4 @@
-"""FolderThread: a DocumentFolder for coroutines, in its own thread. MemoryFiles: a stand-in that keeps nothing."""
+"""FolderThread: runs a DocumentFolder in a thread for coroutines. MemoryFiles: its replacement without a folder."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,12 +21,12 @@ Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
 
 
 class DocumentFiles(Protocol):
-    """Storage of documents that outlives the process (`FolderThread`), or keeps nothing (`MemoryFiles`)."""
+    """Storage of documents: on disk (`FolderThread`), or none if no folder is configured (`MemoryFiles`)."""
 
     is_kept: bool
 
     async def read_all(self) -> list[Found]:
-        """Read all files; raise OSError if the folder cannot be read."""
+        """Return all files, each with its document or its error; raise OSError if the folder cannot be read."""
 
     async def write(self, document: Document) -> None:
         """Write a document's file atomically; raise OSError if that fails."""
@@ -39,7 +39,7 @@ class DocumentFiles(Protocol):
 
 
 class FolderThread:
-    """A DocumentFolder whose methods run in one thread, in the order of the calls.
+    """A DocumentFolder for coroutines. Its methods run in a separate thread, in the order of the calls.
 
     A call that has started runs to completion even if its caller is cancelled.
     """
@@ -47,7 +47,7 @@ class FolderThread:
     is_kept = True
 
     def __init__(self, thread: ThreadPoolExecutor, folder: DocumentFolder) -> None:
-        """Take ownership of *thread* and *folder*, which `close` ends. Use `open` to create one."""
+        """Take ownership of *thread* and *folder*, which `close` closes. Use `open` to create an instance."""
         self._thread = thread
         self._folder = folder
 
@@ -84,7 +84,7 @@ class FolderThread:
 
 
 class MemoryFiles:
-    """A stand-in for a folder that keeps no files: documents end with the process."""
+    """The replacement for a folder if none is configured. It stores nothing, so documents end with the process."""
 
     is_kept = False
 

@@ -1,4 +1,4 @@
-"""PinnedPrefixes: prefixes of prompts that stay in host memory until a time after their last read."""
+"""PinnedPrefixes: pins in host memory the prompt prefixes that requests mark with `cache_control`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.tiers.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a prompt. The prefix before the position is kept until *ttl_s* seconds after its last read."""
+    """A position in a prompt, set by `cache_control`. The prefix before it stays pinned *ttl_s* after each use."""
 
     num_tokens: int  # before the breakpoint
     ttl_s: float
@@ -20,7 +20,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedPrompt:
-    """A prompt with its breakpoints in order, and with the adapter and the salt with which its blocks are named."""
+    """A prompt and its breakpoints, in order. *lora* and *cache_salt* are part of the hashes of its blocks."""
 
     tenant: str | None
     token_ids: Sequence[int]
@@ -31,10 +31,10 @@ class MarkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The part of a prompt that is kept."""
+    """The part of a prompt that is pinned."""
 
-    num_before: int = 0  # tokens that were kept before the call
-    breakpoints: Sequence[Breakpoint] = ()  # up to which the prompt is kept now; each is moved to the end of a block
+    num_before: int = 0  # tokens that were pinned before the call
+    breakpoints: Sequence[Breakpoint] = ()  # whose prefixes are pinned now; each is moved back to the end of a block
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +46,11 @@ class _Kept:
 
 
 class PinnedPrefixes:
-    """Pinned prefixes of prompts, within each tenant's share. Owned by the engine's thread.
+    """The pinned prefixes of prompts, within each tenant's share of host memory. Owned by the engine's thread.
 
-    The pin of a prefix begins at the end of the longest kept prefix that it extends, so shared tokens are pinned once.
-    Therefore, a prefix must be kept as long as the prefixes that extend it. A read of a longer prefix also counts as a
-    read of the shorter one, and the shorter one's ttl is at least the longer one's.
+    If a prefix extends a pinned one, only its further tokens are pinned, so shared tokens are pinned once. The shorter
+    prefix must then stay as long as the longer one. So its ttl is raised to that of the longer prefix, and using the
+    longer prefix renews both.
     """
 
     def __init__(self, core: EngineCore, shares: PinShares) -> None:
@@ -59,11 +59,10 @@ class PinnedPrefixes:
         self._kept: dict[str | None, dict[BlockName, _Kept]] = {}  # by tenant and the name of the last block
 
     def keep(self, prompt: MarkedPrompt) -> Keeping:
-        """Pin the cached part of a prompt up to its breakpoints.
+        """Pin the cached prefixes of a prompt that end at its breakpoints, and renew those that are pinned already.
 
-        Breakpoints are moved back to the end of a block. The call counts as a read of the prefixes of the prompt that
-        are kept already. A breakpoint is skipped if it lies within the first block, or if the tenant's share has no
-        room for it.
+        Breakpoints are moved back to the end of a block. A breakpoint is skipped if it lies within the first block, or
+        if the tenant's share has no room for its prefix.
         """
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
@@ -75,7 +74,7 @@ class PinnedPrefixes:
         return Keeping(num_before, kept)
 
     def read(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is kept already. The call counts as a read of that part."""
+        """Return the part of a prompt that is pinned already, and renew its pins."""
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
         kept = [each for each in self._in_whole_blocks(prompt, chain) if each.num_tokens <= _end_of(path)]
@@ -91,7 +90,7 @@ class PinnedPrefixes:
                 yield Breakpoint(num_tokens, each.ttl_s)
 
     def _pin(self, breakpoint_: Breakpoint, tenant: str | None, chain: BlockChain, path: list[_Kept]) -> bool:
-        """Pin the tokens from the end of *path* to the breakpoint; return False if the share has no room."""
+        """Pin the tokens from the end of *path* to the breakpoint; return False if the tenant's share has no room."""
         start, end, ttl_s = _end_of(path), breakpoint_.num_tokens, breakpoint_.ttl_s
         pin = self._shares.pin(tenant, chain, end, until=self._core.pins.now() + ttl_s, start=start)
         if pin is None:
@@ -106,7 +105,7 @@ class PinnedPrefixes:
             self._core.pins.prolong(prefix.pin, self._core.pins.now() + prefix.ttl_s)
 
     def _begun_with(self, tenant: str | None, chain: BlockChain) -> list[_Kept]:
-        """Return the tenant's kept prefixes of the prompt, shortest first, without gaps between them."""
+        """Return the tenant's pinned prefixes of the prompt, shortest first, without gaps between them."""
         self._forget_ended()
         mine, path = self._kept.get(tenant, {}), list[_Kept]()
         for name in [name for name in chain.names if name in mine]:
@@ -126,5 +125,5 @@ class PinnedPrefixes:
 
 
 def _end_of(path: Sequence[_Kept]) -> int:
-    """Return the number of tokens that the prefixes in *path* keep."""
+    """Return the number of tokens that the prefixes in *path* pin together."""
     return path[-1].end if path else 0

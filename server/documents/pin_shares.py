@@ -1,4 +1,4 @@
-"""PinShares: pins for tenants, each within its share of host memory."""
+"""PinShares: limits the pins of each tenant to its share of host memory."""
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.sharing.turns import FairShare
@@ -7,11 +7,11 @@ from kvtier.tiers.pins import Pin
 
 
 class PinShares:
-    """Pins of documents and prompts. Tenants have equal shares of the half of host memory that may be pinned.
+    """Limits on the pins of documents and prompts. Half of host memory may be pinned; tenants have equal shares of it.
 
-    Whether there is room depends on the tenant's own pins alone, so it reveals nothing about other tenants.
-    *num_tenants* may be changed. Pins beyond a smaller share stay until they end or are renewed. Owned by the engine's
-    thread.
+    Whether a pin is refused depends only on the tenant's own pins, so it reveals nothing about other tenants.
+    *num_tenants* may be changed. If that makes shares smaller, existing pins stay until they end or are renewed. Owned
+    by the engine's thread.
     """
 
     def __init__(self, core: EngineCore, num_tenants: int) -> None:
@@ -33,12 +33,12 @@ class PinShares:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of tokens *start* to *num_tokens*, and end the tenant's earlier pin *instead_of*.
+        """Pin the cached blocks of tokens *start* to *num_tokens* until the time *until*.
 
-        Another pin of the tenant must keep the tokens before *start*. The pin ends at the time *until*.
+        The new pin replaces *instead_of*. If *start* is not 0, another pin of the tenant must hold earlier tokens.
 
         Returns:
-            None if the tenant's share has no room; the earlier pin then stays as it was.
+            The pin, or None if the tenant's share has no room. In that case, *instead_of* stays unchanged.
         """
         pins = self._core.pins
         left_bytes = self.share_bytes - pins.num_bytes(tenant)

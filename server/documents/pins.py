@@ -1,4 +1,4 @@
-"""DocumentPins: keeps pinned documents in host memory until their pins end, and warming ones until they are loaded."""
+"""DocumentPins: keeps documents in host memory while they are pinned, or while they are being loaded (warming)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class NoRoomToPin(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The times until which a document is kept because it is pinned, and because it is warming; 0 if it is not."""
+    """The end times of a document's pin and of its loading into host memory (warming); 0: none."""
 
     pinned: float = 0.0
     warming: float = 0.0
@@ -33,7 +33,7 @@ class _Ends:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """The end times and the pin of a document that is kept; the pin is None while there is no room for one."""
+    """The state of a pinned or warming document. *pin* is None while host memory has no room for the document."""
 
     ends: _Ends = _Ends()
     pin: Pin | None = None
@@ -45,10 +45,10 @@ class _Kept:
 
 
 class DocumentPins:
-    """Pins of documents within each tenant's share of host memory. Owned by the engine's thread.
+    """The documents to keep in host memory, within each tenant's share of it. Owned by the engine's thread.
 
-    A pin ends by itself at its end time (`TimedPins`), and its document is then forgotten here. Until then, the pin is
-    renewed every half minute, which reloads lost blocks.
+    Every half minute, each pin is renewed, which reloads blocks that host memory has lost. `TimedPins` releases a pin
+    at its end time, and `tick` then forgets the document.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class DocumentPins:
     ) -> None:
         """Create an instance without pins.
 
-        *chain_of* returns the names of a document's blocks. *compute* computes a document's blocks that no tier holds.
+        *chain_of* returns the hashes (names) of a document's blocks. *compute* queues a document whose blocks are not
+        all cached.
         """
         self._core = core
         self._chain_of = chain_of
@@ -80,20 +81,20 @@ class DocumentPins:
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
         """Keep a document in host memory for *ttl_s* seconds from now.
 
-        If there is no room, *must_have_room* decides. If it is true, NoRoomToPin is raised, and an earlier pin stays as
-        it was. If it is false, the document waits for room.
+        If the tenant's share has no room, NoRoomToPin is raised, and an earlier pin stays unchanged. With
+        *must_have_room* false, no error is raised, and the document is pinned once there is room.
         """
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
     def unpin(self, document: Document, in_s: float = 0.0) -> None:
-        """End the document's pin in *in_s* seconds; do nothing if the document is not kept."""
+        """End the document's pin in *in_s* seconds; do nothing if the document is neither pinned nor warming."""
         if document in self._kept:
             kept = self._kept[document]
             kept.ends = replace(kept.ends, pinned=self._core.pins.now() + in_s)
             self._look_at(document, kept)
 
     def drop(self, document: Document) -> None:
-        """Release a document, pinned or warming."""
+        """Release a document at once, whether it is pinned or warming."""
         kept = self._kept.pop(document, None)
         if kept is not None and kept.pin is not None:
             self._core.pins.unpin(kept.pin)
@@ -112,7 +113,7 @@ class DocumentPins:
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Check the next documents in turn, and stop after forgetting one or renewing its pin, because that is slow."""
+        """Check some documents in turn. Stop after forgetting a document or renewing a pin, because both are slow."""
         for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -122,7 +123,7 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Forget a document whose time is over, or renew a pin that is due; return whether either was done."""
+        """Forget a document whose end times have passed, or renew a pin that is due; return whether either was done."""
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
@@ -160,10 +161,10 @@ class DocumentPins:
             self._turns.append((document, kept))
 
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
-        """Replace the document's pin by one until *ends*, and compute blocks that no tier holds.
+        """Replace the document's pin by a pin that ends at `ends.last`, and compute blocks that no tier holds.
 
-        If the tenant's share has no room, *must_have_room* decides. If it is true, nothing changes, and the result is
-        False. If it is false, the earlier pin ends, and the next renewal tries again.
+        If the tenant's share has no room and *must_have_room* is true, return False and change nothing. If
+        *must_have_room* is false, end the earlier pin, so that the next renewal tries again.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

@@ -1,4 +1,4 @@
-"""DocumentPrefills: computes documents one at a time, with a lower priority than all requests of clients."""
+"""DocumentPrefills: computes the KV of documents in the background, at a lower priority than clients' requests."""
 
 import time
 from collections import deque
@@ -27,10 +27,10 @@ class _Running:
 
 
 class DocumentPrefills:
-    """A queue of documents that are computed one at a time, each as a request of low priority. Tenants take turns.
+    """A queue of documents whose KV is computed one document at a time. Owned by the engine's thread.
 
-    The documents of one tenant keep their order. If a document makes no progress for a minute, its request gets the
-    ordinary priority, so that it waits only for requests that arrived before it. Owned by the engine's thread.
+    Tenants take turns, and the documents of one tenant keep their order. Each document is a request of low priority. If
+    it makes no progress for a minute, it gets the ordinary priority, so that newer requests cannot delay it further.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class DocumentPrefills:
         on_ended: Callable[[Document, str | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty queue. *extra_of* returns the extra keys with which a document's blocks are named.
+        """Create an empty queue.
 
-        *on_ended* is called with each finished document, and with None or the reason why it could not be computed.
+        *extra_of* returns the extra keys in the hashes of a document's blocks. *on_ended* is called with each document
+        that ends, and with None if it was computed, or else the reason for the failure.
         """
         self._core = core
         self._extra_of = extra_of
@@ -54,7 +55,7 @@ class DocumentPrefills:
         self._begun: dict[str | None, int] = {}  # by tenant: the number of its last started document
 
     def add(self, document: Document) -> None:
-        """Queue a document unless it is queued already. In its turn, it is loaded to the device, or computed there."""
+        """Queue a document, to load its cached blocks to the device and compute the rest."""
         if not self.has(document):
             self._queue.append(document)
 
@@ -63,18 +64,18 @@ class DocumentPrefills:
         return document in self._queue or self.is_running(document)
 
     def is_running(self, document: Document) -> bool:
-        """Return whether the document is being computed."""
+        """Return whether the document is the one that is being computed."""
         return self._running is not None and self._running.document is document
 
     @property
     def num_computed(self) -> int:
-        """Number of computed tokens of the running document. The number drops when its request is preempted."""
+        """Number of computed tokens of the running document; 0 if none is running. Preemption lowers the number."""
         if self._running is None:
             return 0
         return min(self._running.request.num_computed, self._running.document.num_tokens)
 
     def remove(self, document: Document) -> None:
-        """Remove a document from the queue, or abort its request; its computed blocks stay cached."""
+        """Remove a document from the queue, or abort its request. Blocks that were already computed stay cached."""
         if document in self._queue:
             self._queue.remove(document)
         if self._running is not None and self._running.document is document:
@@ -88,7 +89,7 @@ class DocumentPrefills:
             self.remove(self._running.document)
 
     def tick(self) -> None:
-        """Report a finished document, and start the next one."""
+        """Report the running document if it has finished, and start the next one. Called after every engine step."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
             self._on_ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
@@ -112,7 +113,7 @@ class DocumentPrefills:
             self._running = _Running(document, request, self._clock() + PATIENCE_S)
 
     def _hurry(self, running: _Running) -> None:
-        """Give a document the ordinary priority if it made no progress for a minute."""
+        """Give the running document the ordinary priority if it made no progress for a minute."""
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""DocumentWorker: computes and pins documents in the engine's thread, and reports where they are."""
+"""DocumentWorker: computes and pins documents in the engine's thread, and reports which tiers hold them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ PROMPT_PIN_S = 3600.0  # for a request that pins its prompt without a ttl_s
 
 
 class Status(StrEnum):
-    """The status of a document."""
+    """The progress of a document's computation."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DocumentState:
-    """A snapshot of a document's status and place. A token in several tiers counts for the fastest of them."""
+    """A snapshot of a document's status and of its tokens by tier. A token counts only in its fastest tier."""
 
     status: Status
     error: str | None
@@ -43,14 +43,14 @@ class DocumentState:
 
 
 class DocumentWorker:
-    """A worker that computes documents, and keeps documents and prompts in host memory.
+    """The part of `Documents` that runs in the engine's thread: it computes documents, and pins documents and prompts.
 
-    It owns the queue of documents, the pins and the tenants' shares. It is created, called and ended in the engine's
-    thread, which calls `tick` after every step (`AsyncLLM.add_attendant`).
+    It owns the queue of documents to compute, and all pins with the tenants' shares. The engine's thread creates it,
+    calls `tick` after every step, and ends it (`AsyncLLM.add_attendant`).
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
-        """Create a worker. *salt_of* returns the cache_salt with which a document's blocks are named."""
+        """Create a worker. *salt_of* returns the cache_salt in the hashes of a document's blocks."""
         self._core = core
         self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
@@ -62,20 +62,20 @@ class DocumentWorker:
         self.prefixes = PinnedPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
-        """Return the extra keys with which a document's blocks are named; raise ValueError for an unknown adapter."""
+        """Return the extra keys in the hashes of a document's blocks; raise ValueError for an unknown adapter."""
         return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
 
     def add(self, document: Document, on_ready: Callable[[], None]) -> None:
-        """Add a new document, and compute it unless it was ready before.
-
-        *on_ready* is called when the document has been computed for the first time.
-        """
+        """Queue a document unless it was computed before, and call *on_ready* once it is computed."""
         if not document.was_ready:
             self._on_ready[document] = on_ready
             self._compute(document)
 
     def warm(self, document: Document, tier: Tier) -> None:
-        """Load a document into *tier*, and compute blocks that no tier holds; raise NoRoomToPin if it does not fit."""
+        """Start to load a document into *tier*, and to compute blocks that no tier holds.
+
+        Raises NoRoomToPin if it does not fit in host memory.
+        """
         if tier is Tier.DEVICE:
             self._compute(document)
         else:
@@ -92,10 +92,10 @@ class DocumentWorker:
     def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
     ) -> bool:
-        """Pin the cached part of a prompt for *ttl_s* seconds.
+        """Pin the cached part of a prompt in host memory for *ttl_s* seconds.
 
         Returns:
-            False if the tenant's share has no room, or if no block of the prompt can be pinned.
+            Whether the prompt is pinned: False if the tenant's share has no room, or if no block can be pinned.
         """
         chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
         pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
@@ -109,7 +109,7 @@ class DocumentWorker:
         self._shares.num_tenants = num_tenants
 
     def drop(self, document: Document) -> None:
-        """Forget a document. Its blocks stay cached until they are evicted."""
+        """Forget a document, and end its computation and its pin. Its blocks stay cached until they are evicted."""
         self._prefills.remove(document)
         self._pins.drop(document)
         self._chains.pop(document, None)
@@ -117,17 +117,17 @@ class DocumentWorker:
         self._on_ready.pop(document, None)
 
     def end(self) -> None:
-        """Forget all documents, and end their pins."""
+        """End the computation and the pins of all documents."""
         self._prefills.end()
         self._pins.end()
 
     def tick(self) -> None:
-        """Advance the queue and the pins."""
+        """Advance the queue of documents, and renew pins. Called after every engine step."""
         self._prefills.tick()
         self._pins.tick()
 
     def residence(self, document: Document) -> DocumentState:
-        """Return the document's status, and how much of it each tier has now."""
+        """Return the document's status, and the number of its tokens in each tier."""
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)

@@ -1,6 +1,6 @@
-"""The OpenAPI document of some operations.
+"""Builds the OpenAPI document of the server's operations.
 
-Its schemas are made from the structs that requests are parsed as and that answers are encoded from.
+Its schemas come from the structs that the server itself uses to parse requests and to write answers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,10 +44,10 @@ _SCHEMES = {
 
 
 def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict: bool) -> Object:
-    """Return the document as a JSON object.
+    """Return the OpenAPI document of *operations* as a JSON object.
 
-    *needs_key* is whether the server has a key file. *is_strict* is whether tenants are isolated from each other, so
-    that some routes may answer 403.
+    *needs_key* is whether the server has a key file. *is_strict* is whether tenants are isolated from each other; in
+    that case, routes that need a key may answer 403.
     """
     kinds = list(_kinds(operations))
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -70,7 +70,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict
 
 
 class _Writer:
-    """A writer of operations. *schemas* maps the `id` of each type that they use to the schema of the type."""
+    """A converter of operations to OpenAPI. *schemas* maps `id(type)` of each type in the operations to its schema."""
 
     def __init__(self, schemas: Mapping[int, Object], needs_key: bool, is_strict: bool) -> None:
         self._schemas = schemas
@@ -126,7 +126,7 @@ class _Writer:
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
-    """Yield the types that need schemas. Some are yielded several times."""
+    """Yield the types in *operations* that need schemas. A type may be yielded several times."""
     yield ErrorAnswer
     yield AnthropicErrorAnswer
     for operation in operations:
@@ -138,7 +138,10 @@ def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
 
 
 def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping[str, Object]) -> None:
-    """Add the ignored and the neutral fields of *body* to the schemas of its structs, which do not have them."""
+    """Add the fields in `body.ignored` and `body.neutral` to the schemas of its structs.
+
+    The structs do not have these fields, but the server accepts them in requests.
+    """
     for kind in body.kinds:
         name = schemas[id(kind)]["$ref"].rpartition("/")[2]
         properties = components[name].setdefault("properties", {})
@@ -150,7 +153,7 @@ def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping
 
 
 def _tidy(schema: Object) -> Object:
-    """Return the schema of a struct, with the docstring in its description joined to one line."""
+    """Return *schema* with its description, the docstring of a struct, joined to one line."""
     if "description" in schema:
         schema["description"] = " ".join(schema["description"].split())
     return schema

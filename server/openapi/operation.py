@@ -1,4 +1,4 @@
-"""Operation: one method of one route, its parameters and its answers."""
+"""Operation: the description of one method of one route, from which its documentation is made."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's body: a JSON object that is parsed as one of *kinds*, which are structs.
+    """The description of a request's body: a JSON object that is parsed as one of the structs in *kinds*.
 
-    Additional fields in *ignored* may have any value. Those in *neutral* may only have the values listed there, see
-    `request_body.fit`.
+    The body may also have fields that the structs do not have. A field in *ignored* may have any value. A field in
+    *neutral* may only have the values that *neutral* lists for it (see `request_body.fit`).
     """
 
     kinds: Sequence[type]
@@ -22,7 +22,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answer with one status.
+    """The description of an operation's answer with one HTTP status.
 
     *content* maps each media type of the answer to a struct, or to None if the media type is not JSON.
     """
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one route. *errors* are the statuses of its errors, in addition to those of every route."""
+    """One method of one route. *errors* has the HTTP statuses of its errors, except those that all routes have."""
 
     tag: str
     method: str

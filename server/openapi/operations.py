@@ -1,4 +1,4 @@
-"""OPERATIONS: all operations of the server, in the order in which the page shows them."""
+"""OPERATIONS: descriptions of all operations of the server, in the order in which the page at `/docs` shows them."""
 
 from typing import Annotated, Any, Literal
 
@@ -52,7 +52,7 @@ def _json(what: str, kind: object) -> Outcome:
 
 
 def _answered(what: str, kind: object) -> dict[int, Outcome]:
-    """Return the outcome of a request whose answer is one JSON object, or a stream of events."""
+    """Return the outcome of an operation that answers with one JSON object or, on request, a stream of events."""
     return {200: Outcome(what, {JSON: kind, EVENTS: None})}
 
 

@@ -1,4 +1,4 @@
-"""The page at `/docs`: the OpenAPI document as HTML, without external files, because a browser may be offline."""
+"""The page at `/docs`: the OpenAPI document as HTML. It has no external files, because a browser may be offline."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def docs_page(document: Mapping[str, Any], document_path: str) -> str:
-    """Return the page as HTML without scripts. It links to the OpenAPI *document* at *document_path*."""
+    """Return the HTML page that shows the OpenAPI *document*, with a link to its URL path *document_path*."""
     return "".join(_parts(document, document_path))
 
 
@@ -79,12 +79,12 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
 
 
 def _content(told: Mapping[str, Any]) -> str:
-    """Return the media types of a body or an answer, each followed by the type of its schema."""
+    """Return the media types of a request's body or of an answer as HTML, each followed by its type."""
     return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 
 def _fields(schema: Mapping[str, Any]) -> str:
-    """Return the fields of a struct as a table."""
+    """Return an HTML table of the fields in *schema*."""
     required = schema.get("required", ())
     rows = (
         f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td>"
@@ -95,7 +95,7 @@ def _fields(schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """Return the type of *schema* in a few words. A struct becomes a link to its section."""
+    """Return the type of *schema* as a few words of HTML. A reference to a struct becomes a link to its section."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

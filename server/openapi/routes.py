@@ -14,9 +14,9 @@ from kvtier.web.paths import DOCS, OPENAPI
 
 
 class OpenApiRoutes:
-    """The two routes of one app. Owned by the event loop.
+    """The routes `/openapi.json` and `/docs` of one app. Owned by the event loop.
 
-    Both documents are created once. They contain no tenant's data, so clients need no key to read them.
+    Both answers are created at the first request. They contain no tenant's data, so clients need no key to read them.
     """
 
     def __init__(self, needs_key: bool, is_strict: bool) -> None:
@@ -25,7 +25,7 @@ class OpenApiRoutes:
         self._written: tuple[bytes, str] | None = None  # the document and the page
 
     def routes(self) -> list[Route]:
-        """Return the two routes."""
+        """Return the routes `/openapi.json` and `/docs`."""
         return [Route(OPENAPI, self._document), Route(DOCS, self._page)]
 
     async def _document(self, request: Request) -> Response:
@@ -43,6 +43,6 @@ class OpenApiRoutes:
 
 
 def _is_served(app: Starlette, operation: Operation) -> bool:
-    """Return whether the app has the operation: operators' routes exist only if operators have tokens."""
+    """Return whether the app has a route for *operation*. Routes for operators exist only if operators have tokens."""
     scope = {"type": "http", "path": operation.path, "method": operation.method}
     return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

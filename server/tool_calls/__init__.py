@@ -1,1 +1,1 @@
-"""Tools in chats: their description in requests, how model families write calls, and how calls are read."""
+"""Tool calls in chats: the tools of a request, the call formats of model families, and parsers of calls in answers."""

@@ -1,4 +1,4 @@
-"""CallGrammar: grammars that make an answer call tools in a model family's format, with arguments by their schemas."""
+"""CallGrammar: builds grammars that force tool calls into a model family's format and arguments into their schemas."""
 
 import json
 import re
@@ -14,15 +14,15 @@ _TAIL = r"/[ \n]{1,4}/"
 
 
 class CallGrammar:
-    """A writer of grammars in llguidance's variant of Lark's notation.
+    """A builder of grammars that constrain an answer, in llguidance's variant of Lark's notation.
 
-    An answer may call one of the *functions* once. If *is_parallel*, it may have several calls.
+    The grammars allow one call of one of the *functions*, or several calls if *is_parallel*.
     """
 
     def __init__(
         self, shape: CallShape, functions: Sequence[Function], special: Mapping[str, int], *, is_parallel: bool
     ) -> None:
-        """Prepare grammars. *special* maps special tokens to their ids, because grammars cannot match them as text."""
+        """Prepare the grammars. *special* maps special tokens to their ids, by which grammars refer to them."""
         self._shape = shape
         self._functions = functions
         self._special = special
@@ -39,9 +39,9 @@ class CallGrammar:
         return self._with_rules("start: calls | other", f"other: {_json(schema, 'response_format.', strict=strict)}")
 
     def free(self, trigger: str) -> str:
-        """Return the grammar of an answer of any text, in which the text *trigger* must be followed by calls.
+        """Return the grammar of an answer that consists of any text, or of any text and then calls.
 
-        *trigger* is a prefix of the shape's marker. The calls last until the end of the answer.
+        Once the answer contains *trigger*, which is a prefix of the shape's marker, it must continue with a call.
         """
         if trigger in self._special:
             begun = [f"begun: TEXT {self._literal(trigger)}"]
@@ -79,7 +79,7 @@ class CallGrammar:
 
 
 def _arguments(function: Function) -> str:
-    """Return the rule of the function's arguments: a JSON object, which is empty if the function takes none."""
+    """Return the grammar rule for the JSON object with the function's arguments."""
     if not function.takes_arguments:
         return json.dumps("{}")
     where = f"tools.{function.name}.parameters."
@@ -87,10 +87,10 @@ def _arguments(function: Function) -> str:
 
 
 def _json(schema: Mapping[str, Any], where: str, *, strict: bool) -> str:
-    """Return the rule of JSON that follows *schema*.
+    """Return the grammar rule for JSON that follows *schema*.
 
-    Unless *strict*, keywords that no grammar can express are left out. They are reported with the prefix *where*, which
-    locates the schema in the request.
+    Unless *strict*, schema keywords that a grammar cannot express are ignored, and reported to the client. *where* is
+    the path of the schema in the request, for this report.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options, '$comment': where}, ensure_ascii=False)}"

@@ -1,4 +1,4 @@
-"""CallSyntax: how one family of models writes tool calls, and how such calls are read."""
+"""CallSyntax: the format in which one family of models writes tool calls, and the interface of its parsers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class NotACall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call that was read: the tool's name, and the arguments as the text of a JSON object."""
+    """A tool call found in an answer: the tool's name, and the arguments as the text of a JSON object."""
 
     name: str
     arguments: str
@@ -19,32 +19,32 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One or more calls that are written together, such as a JSON list, and the index in the text where they end."""
+    """One or more calls that are written together, such as a JSON list. *end* is the index behind them in the text."""
 
     end: int
     calls: Sequence[ParsedCall]
 
 
 class BlockReader(Protocol):
-    """A reader of one block in a growing text."""
+    """A parser of one block of calls in an answer that is still being generated."""
 
     def read(self, text: str) -> Block | None:
-        """Return the block, or None if its end has not arrived yet. Raise `NotACall` if *text* cannot be a block."""
+        """Return the block in *text*, or None if it is incomplete. Raise `NotACall` if it cannot become a block."""
 
 
 class BlockBegin(Protocol):
     """A factory of block readers."""
 
     def __call__(self, start: int) -> BlockReader:
-        """Return the reader of the block that may begin at index *start* of the text."""
+        """Return a reader of the block that may begin at index *start* of the answer's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
     """The exact format of a family's calls, which a grammar enforces.
 
-    The calls of an answer are written as *opening*, the calls with the *separator* between them, and *closing*. One
-    call is written as *before*, the tool's name, *between*, the arguments, and *after*.
+    One call consists of *before*, the tool's name, *between*, the arguments, and *after*. *opening* precedes the first
+    call of an answer, *separator* is between two calls, and *closing* follows the last call.
     """
 
     before: str
@@ -62,11 +62,13 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The way in which a family of models writes calls: exactly like *shape* with a grammar, more freely without one.
+    """The format in which a family of models writes tool calls.
 
-    Without a grammar, one of the *markers* begins a block of calls, which the reader from *block* reads. One of the
-    *trailers* may follow the block. If *is_bare*, an answer may also begin with a block without a marker. *special* has
-    the parts of calls that may be special tokens of the tokenizer, which would be dropped from decoded text.
+    A grammar makes the model write calls exactly like *shape*. Without a grammar, calls are recognized more leniently:
+    a text of *markers* begins a block of calls, which a reader from *block* parses. One of the *trailers* may follow.
+    If *is_bare*, an answer may also begin with a block that has no marker.
+
+    *special* lists the parts of calls that may be special tokens. Decoding must not drop them from the text.
     """
 
     name: str

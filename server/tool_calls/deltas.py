@@ -32,17 +32,17 @@ Delta: TypeAlias = TextDelta | CallBegin | ArgumentsDelta
 
 
 class Reader(Protocol):
-    """A reader of one answer that arrives in pieces. What it reads does not depend on how the answer is cut."""
+    """A parser of one answer that arrives in pieces. The result does not depend on where the answer is cut."""
 
     def push(self, text: str) -> list[Delta]:
-        """Read *text*, the answer's next piece, and return the deltas that are now certain."""
+        """Parse the answer's next piece *text*, and return the deltas that no later piece can change."""
 
     def end(self) -> list[Delta]:
         """Return the remaining deltas, now that the answer has ended."""
 
 
 class TextReader:
-    """A `Reader` of an answer without calls."""
+    """A `Reader` that reports a whole answer as text, for requests without tools."""
 
     def push(self, text: str) -> list[Delta]:
         return [TextDelta(text)] if text else []
@@ -53,7 +53,7 @@ class TextReader:
 
 @dataclass(slots=True)
 class Called:
-    """One call of a whole answer."""
+    """A tool call of a complete answer. The arguments are JSON text."""
 
     name: str
     arguments: str = ""
@@ -61,7 +61,7 @@ class Called:
 
 @dataclass(slots=True)
 class ReadAnswer:
-    """A whole answer."""
+    """The text and the tool calls of a complete answer."""
 
     text: str = ""
     calls: list[Called] = field(default_factory=list)
@@ -79,7 +79,7 @@ class ReadAnswer:
 
 
 def read_whole(reader: Reader, text: str) -> ReadAnswer:
-    """Return the answer with this *text*; *reader* must be new."""
+    """Parse the complete answer *text*. *reader* must not have been used before."""
     answer = ReadAnswer()
     answer.add(reader.push(text))
     answer.add(reader.end())

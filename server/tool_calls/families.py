@@ -1,4 +1,4 @@
-"""The families of models whose calls can be read, and the choice of a model's family by its chat template."""
+"""The model families whose tool calls can be parsed, and the choice of a model's family by its chat template."""
 
 import logging
 
@@ -20,7 +20,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _listed(name: str, opening: str, closing: str, *markers: str, trailers: tuple[str, ...] = ()) -> CallSyntax:
-    """Return the syntax of a family that writes one list of calls behind a marker."""
+    """Return the syntax of a family that writes its calls as one JSON list after a marker."""
     shape = CallShape(_NAME, _ARGUMENTS, separator=", ", opening=opening, closing=closing)
     return CallSyntax(name, shape, JsonBlock, markers, trailers, special=(*markers, *trailers))
 
@@ -68,11 +68,11 @@ SYNTAXES: dict[str, CallSyntax] = {syntax.name: syntax for syntax in _SYNTAXES}
 
 
 def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> CallSyntax:
-    """Return the syntax in which a model with this tokenizer writes calls, or the syntax named *asked*.
+    """Return the syntax in which a model with this tokenizer writes calls. *asked* overrides the choice.
 
-    The chat template renders a probe call, and the first family is chosen that can read it. If no family can, or only
-    plain JSON, the first family is chosen whose marker is in the template or in the vocabulary. If there is none, it is
-    plain JSON.
+    The chat template renders a sample call. The first family that can parse this call is chosen, unless it is plain
+    JSON. Otherwise, the first family whose marker occurs in the template or the vocabulary is chosen. The last resort
+    is plain JSON.
     """
     if asked is not None:
         return SYNTAXES[asked]
@@ -82,19 +82,22 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
         return found
     named = next((syntax for syntax in _SYNTAXES if not syntax.is_bare and _names(tokenizer, syntax)), _PLAIN)
     if traits.writes_tools and found is None:
-        log.info("tools: the chat template writes no known kind of call; calls in answers are read as %s", named.name)
+        log.info("tools: the chat template writes calls in an unknown format; answers are parsed as %s", named.name)
     return named
 
 
 def _writes(syntax: CallSyntax, call: str | None) -> bool:
-    """Return whether *call*, a call of the tool PROBE as the chat template renders it, is in the family's format."""
+    """Return whether *call*, the chat template's rendering of a call of the tool PROBE, is in the family's format."""
     if call is None or _key(syntax) not in call:
         return False
     return any(each.name == PROBE for each in read_whole(FreeReader(syntax, [PROBE]), call).calls)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
-    """Return whether the chat template or the vocabulary has a marker of the family, and its key of arguments."""
+    """Return whether a marker of the family occurs in the chat template or the vocabulary.
+
+    If a special token such as [ARGS] precedes the arguments, that token must occur too.
+    """
     template = [] if tokenizer.chat_template is None else [tokenizer.get_chat_template(tools=[{}])]
     known = [*template, *tokenizer.get_added_vocab()]
     key = _key(syntax)
@@ -103,5 +106,5 @@ def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
 
 
 def _key(syntax: CallSyntax) -> str:
-    """Return the text between the tool's name and the arguments, without JSON's punctuation."""
+    """Return the key or token that precedes the arguments in a call, such as "parameters" or [ARGS]."""
     return syntax.shape.between.strip('", :')

@@ -1,4 +1,4 @@
-"""FreeReader: reads an answer in which no grammar enforced calls. Text that is not a call stays text."""
+"""FreeReader: parses an answer that was generated without a grammar for calls. Text that is not a call stays text."""
 
 from collections.abc import Collection
 
@@ -8,21 +8,20 @@ from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Te
 
 
 class FreeReader:
-    """A `Reader` that reports a call once it is complete and valid, because a delta cannot be taken back.
+    """A `Reader` that reports a call only once it is complete and valid, because a delta cannot be taken back.
 
-    White space before a call is dropped, and so is the separator between calls. The held text, which is not reported
-    yet, is always white space, then a possible marker or an incomplete block. Owned by one answer.
+    It drops white space before calls and separators between calls. Each answer needs a new reader.
     """
 
     def __init__(self, syntax: CallSyntax, names: Collection[str], *, is_parallel: bool = True) -> None:
-        """Create a reader of calls of the tools *names*. Calls of other tools stay text.
+        """Create a reader that recognizes calls of the tools *names*. Calls of other tools stay text.
 
         Unless *is_parallel*, only the first call is reported.
         """
         self._syntax = syntax
         self._names = names
         self._is_parallel = is_parallel
-        self._held = ""
+        self._held = ""  # text that is not reported yet: white space, then a possible marker or an incomplete block
         self._block: BlockReader | None = None
         self._block_at = 0  # where the block, with its marker, begins in the held text
         self._body_at = 0  # where the block's marker ends
@@ -46,7 +45,7 @@ class FreeReader:
         return self._deltas
 
     def _step(self, is_last: bool) -> bool:
-        """Read the next part of the held text; return whether there may be more to read."""
+        """Parse the next part of the held text, and return whether to continue with the rest."""
         if self._is_behind_block:
             return self._skip_trailer(is_last)
         if self._block is None:
@@ -69,9 +68,9 @@ class FreeReader:
         return False
 
     def _begin(self) -> tuple[int, int] | None:
-        """Return where the next block and its content begin: a marker and its end, or the same index twice if bare.
+        """Return the index of the next block in the held text, and the index of the block's content behind its marker.
 
-        Return None if no block begins in the held text.
+        The two are equal for a block without a marker. Returns None if no block begins in the held text.
         """
         found = [(place, place + len(m)) for m in self._syntax.markers if (place := self._held.find(m)) >= 0]
         if self._syntax.is_bare and not self._has_text:

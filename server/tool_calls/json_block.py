@@ -1,4 +1,4 @@
-"""JsonBlock: reads calls in JSON, an object or a list of objects with a name and arguments."""
+"""JsonBlock: parses calls in JSON, which are an object with a name and arguments, or a list of such objects."""
 
 import re
 
@@ -21,7 +21,7 @@ class _Written(msgspec.Struct):
 
 
 class JsonBlock:
-    """A `BlockReader` of a JSON object, or a list of them, with name and arguments."""
+    """A `BlockReader` of calls in JSON: an object with a name and arguments, or a list of such objects."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -43,8 +43,8 @@ class JsonBlock:
 class BareBlock(JsonBlock):
     """A `BlockReader` of a JSON block without a marker. Only its keys distinguish it from an ordinary answer in JSON.
 
-    The first key must be one that calls have, or else the text is not a call. So the first key of an ordinary answer
-    shows that the answer need not be held back.
+    It rejects a text whose first key is not a key of calls. So an ordinary answer in JSON is held back only until its
+    first key has arrived.
     """
 
     def read(self, text: str) -> Block | None:
@@ -75,7 +75,7 @@ def _call(written: _Written) -> ParsedCall:
 
 
 def arguments_of(text: str) -> str:
-    """Return the JSON text of the arguments in *text*, which is a JSON object, or a JSON string with an object in it.
+    """Return the arguments as JSON text. *text* is a JSON object, or a JSON string that contains a JSON object.
 
     Raises `NotACall` if *text* is neither.
     """
@@ -91,5 +91,5 @@ def arguments_of(text: str) -> str:
 
 
 def skip_space(text: str, place: int) -> int:
-    """Return the index of the first character from *place* on that is not white space; the length if there is none."""
+    """Return the index of the first character at or after *place* that is not white space, or the text's length."""
     return len(text) - len(text[place:].lstrip())

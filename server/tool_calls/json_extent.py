@@ -12,22 +12,22 @@ class NotJson(ValueError):
 
 
 class JsonExtent:
-    """A scanner of brackets and strings that looks at each character once. Owned by the reader of the text.
+    """A scanner that finds the end of a JSON object or list, and looks at each character once.
 
-    It does not check whether the text between brackets is valid JSON.
+    It only follows brackets and strings, and does not check whether the text is valid JSON.
     """
 
     def __init__(self, start: int) -> None:
-        """Scan from *start*, where the object or list begins."""
+        """Create a scanner of the object or list that begins at index *start* of the text."""
         self._place = start
         self._depth = 0
         self._in_string = False
 
     def end_in(self, text: str) -> int | None:
-        """Return where the value ends in *text*; None if the end has not arrived yet.
+        """Return the index behind the end of the object or list, or None if *text* does not contain the end yet.
 
-        *text* may only have grown since the last call. Raises `NotJson` if the value does not begin with a bracket, or
-        has characters outside of strings that JSON does not allow.
+        *text* must begin with the text of the previous call. Raises `NotJson` if there is no opening bracket at the
+        start, or if a character outside of strings is not allowed in JSON.
         """
         while self._place < len(text):
             if self._in_string:
@@ -46,7 +46,7 @@ class JsonExtent:
         self._place = place
 
     def _skip_mark(self, text: str) -> bool:
-        """Move past the next bracket or quote; return whether that bracket closes the whole value."""
+        """Move past the next bracket or quote, and return whether it ends the whole object or list."""
         place = _end(_OUTSIDE, text, self._place) if self._depth else self._place
         if place < len(text):
             mark = text[place]

@@ -1,4 +1,4 @@
-"""MistralBlock: reads calls after [TOOL_CALLS]: a JSON list, or for newer models a name, [ARGS] and arguments."""
+"""MistralBlock: parses calls after [TOOL_CALLS]: a JSON list or, from newer models, a name, [ARGS] and arguments."""
 
 import re
 
@@ -13,7 +13,7 @@ _MAX_NAME = 256  # characters
 
 
 class MistralBlock:
-    """A `BlockReader` of both of Mistral's formats."""
+    """A `BlockReader` of Mistral's two call formats: JSON, and a name with [ARGS]."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -52,7 +52,7 @@ class _NamedBlock:
         return Block(end, [ParsedCall(self._name, arguments_of(text[self._place : end]))])
 
     def _read_name(self, text: str) -> bool:
-        """Read the name; return whether *text* reaches the beginning of the arguments."""
+        """Parse the name and the optional id. Return whether the arguments have begun to arrive."""
         name = _NAME.match(text, self._start)
         if name is None or len(name[0]) > _MAX_NAME:
             raise NotACall
@@ -64,7 +64,7 @@ class _NamedBlock:
             rest = text[place:]
         if rest.startswith(ARGS):
             place += len(ARGS)
-        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # or the rest is empty, so the name may continue
+        elif any(mark.startswith(rest) for mark in (ARGS, CALL_ID)):  # an empty rest too: the name may continue
             return False
         place = skip_space(text, place)
         if place == len(text):

@@ -11,21 +11,21 @@ _SHORT_ID = 9  # characters; Mistral's templates refuse other lengths
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """The name of the called function, and its arguments as JSON text."""
+    """The name of the called function, and its arguments as JSON text or as an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = "{}"
 
 
 class PastCall(msgspec.Struct, frozen=True):
-    """A call that a client sends back unchanged. Unknown fields are ignored."""
+    """A tool call of an earlier answer, which the client sends back in the history. Unknown fields are ignored."""
 
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
 
     def for_template(self, traits: TemplateTraits) -> dict[str, Any]:
-        """Return the call in the format of the model's template."""
+        """Return the call in the format that the model's chat template expects."""
         function = {"name": self.function.name, "arguments": self._arguments(traits)}
         return {"id": template_id(self.id, traits), "type": "function", "function": function}
 
@@ -37,9 +37,9 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 def _as_object(arguments: str | None) -> dict[str, Any]:
-    """Return the arguments as a JSON object, because templates iterate over its items.
+    """Return the arguments as an object, because chat templates iterate over its items.
 
-    If a model wrote other JSON, or if `max_tokens` cut the arguments off, they become the only value of the object.
+    Arguments that are no JSON object, for example because `max_tokens` cut them off, become its only value.
     """
     try:
         read = msgspec.json.decode(arguments or "null")
@@ -53,7 +53,7 @@ def _as_object(arguments: str | None) -> dict[str, Any]:
 
 
 def template_id(call_id: str, traits: TemplateTraits) -> str:
-    """Return a call's id in the format that the template accepts. The result of the call gets the same id."""
+    """Return a call's id in the format that the chat template accepts. The call and its result get the same id."""
     fits = len(call_id) == _SHORT_ID and call_id.isalnum()
     if not traits.ids_are_short or fits:
         return call_id

@@ -1,4 +1,4 @@
-"""ShapedReader: reads an answer in which a grammar enforced the format of calls, and reports calls as they grow."""
+"""ShapedReader: parses an answer in which a grammar enforced the call format, and reports calls while they arrive."""
 
 from enum import Enum, auto
 
@@ -16,20 +16,20 @@ class _In(Enum):
 
 
 class ShapedReader:
-    """A `Reader` of calls in the exact format of *shape*. Owned by one answer.
+    """A `Reader` of calls in the exact format of *shape*. Each answer needs a new reader.
 
     If an answer is cut off, the arguments of its last call may be incomplete.
     """
 
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
-        """Create a reader. *trigger* is the prefix of the shape's marker after which the grammar enforces a call."""
+        """Create a reader. *trigger* is the beginning of the shape's marker after which the grammar enforces a call."""
         self._shape = shape
         self._trigger = trigger
         self._held = ""
         self._place = _In.TEXT
-        self._num_begun = 0  # calls
+        self._num_begun = 0  # calls whose beginning was reported
         self._extent = JsonExtent(0)  # of the arguments in the held text
-        self._num_told = 0  # characters of the arguments
+        self._num_told = 0  # reported characters of the arguments
         self._deltas: list[Delta] = []
 
     def push(self, text: str) -> list[Delta]:
@@ -41,7 +41,7 @@ class ShapedReader:
         return self._deltas
 
     def end(self) -> list[Delta]:
-        """Return the text that was not reported yet, unless it is the beginning of a call that was cut off."""
+        """Return the remaining text, unless it is the beginning of a call that was cut off."""
         begun = self._held.lstrip()
         is_call = begun.startswith(self._trigger)
         is_text = self._place is _In.TEXT and self._held != "" and not is_call
@@ -80,7 +80,7 @@ class ShapedReader:
         return True
 
     def _gap(self) -> bool:
-        """Skip the shape's text between calls."""
+        """Skip the separator between two calls and the text before the next tool's name."""
         _, before, rest = self._held.partition(self._shape.before)
         if not before:
             return False

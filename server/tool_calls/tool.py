@@ -1,4 +1,4 @@
-"""Tool: a function that a model may call, in the format of OpenAI's chats, and the choice among tools."""
+"""Tool: a function that a model may call, in the format of OpenAI's chat API, and the request's `tool_choice`."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name and the description of a tool, and the JSON schema of its arguments.
 
-    With *strict*, the arguments follow the schema even if the model itself decides whether to call the tool.
+    With *strict*, a grammar enforces the schema of the arguments even if `tool_choice` is "auto".
     """
 
     name: FunctionName
@@ -35,20 +35,20 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def takes_arguments(self) -> bool:
-        """Whether the schema names an argument, or allows unnamed ones."""
+        """Whether the schema allows any argument."""
         said = {key for key, value in (self.parameters or {}).items() if value not in (None, [], {})} - REMARKS
         return not said <= {"type", "additionalProperties"} or bool((self.parameters or {}).get("additionalProperties"))
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool of a request. With *cache_control* the prompt is kept up to the end of the tool."""
+    """A tool of a request. *cache_control* asks to keep the prompt cached up to the end of this tool."""
 
     function: Function
     type: Literal["function"] = "function"
     cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool in the format of templates.
+        """Return the tool in the format that chat templates expect.
 
         The result has all keys that a template may use, in a fixed order, so that equal tools become equal text.
         """
@@ -58,13 +58,13 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name of a function."""
+    """The name of a function in a `tool_choice`."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The choice of one tool, which the model must call."""
+    """A `tool_choice` that names the one tool that the model must call."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
@@ -74,7 +74,7 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raise ValueError for two tools with one name, and for a *choice* that none of the *tools* matches."""
+    """Raise ValueError if two tools have the same name, or if *choice* needs a tool that is not in *tools*."""
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"tools: two tools have the name {twice}; give each tool a unique name")

@@ -1,4 +1,4 @@
-"""ToolUse: the tools of one request, and readers of its answers. ToolFormat: how the served model writes calls."""
+"""ToolUse: the tools of one request, with parsers of its answers. ToolFormat: the served model's call format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The syntax of the served model's calls, and the special tokens in them (texts with their ids)."""
+    """The syntax of the served model's calls, and the ids of the special tokens that occur in calls, by their text."""
 
     syntax: CallSyntax
     special: Mapping[str, int]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> Self:
-        """Return the format of a model with this tokenizer. *asked* names a syntax; None finds it out."""
+        """Return the format of a model with this tokenizer. If *asked* is None, its chat template decides."""
         syntax = syntax_of(tokenizer, asked)
         tokens = tokenizer.added_tokens_decoder.items()
         special = {token.content: token_id for token_id, token in tokens if token.special}
@@ -36,11 +36,11 @@ class ToolFormat:
 
 
 class ToolUse:
-    """The tools of one request. Each choice of its answer has a reader of its own.
+    """The tools of one request: the grammar that answers must follow, and readers that find calls in answers.
 
-    A grammar enforces the exact format of calls if a call is required, or if a tool is strict. A call is then streamed
-    while it is written, unless the answer's text could be mistaken for a call. Without a grammar, a call is sent once
-    it is complete.
+    A grammar enforces the exact format of calls if a call is required, if a tool is strict, or if the request asks for
+    JSON. An enforced call is streamed while it is written, unless other text of the answer could look like a call.
+    All other calls are sent once they are complete.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ToolUse:
         form: ToolFormat,
         answer: StructuredOutputs | None,
     ) -> None:
-        """Prepare the tools. *answer* is the required format of an answer without a call; None: any text."""
+        """Prepare the tools. *answer* is the required format of an answer without calls, or None for any text."""
         self._form = form
         self._answer = answer
         self._is_used = bool(tools) and choice != "none"
@@ -62,7 +62,7 @@ class ToolUse:
         self._is_strict = any(function.strict for function in self._functions)
 
     def reader(self) -> Reader:
-        """Return a reader of a new answer."""
+        """Return a reader for one answer. Each choice of the request needs a reader of its own."""
         syntax = self._form.syntax
         if not self._is_used:
             return TextReader()
@@ -79,9 +79,9 @@ class ToolUse:
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Required format of the answer's text, calls included; None: any text.
+        """The grammar or other format that the whole answer must follow, calls included, or None for any text.
 
-        Raises `InvalidParameter` if the format that the request requires cannot be combined with calls.
+        Raises `InvalidParameter` if the answer format of the request cannot be combined with calls.
         """
         answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):

@@ -1,1 +1,1 @@
-"""The sidecar's HTTP server: its state for people and for machines, and the operators' actions."""
+"""The sidecar's HTTP server: metrics, a dashboard, the sidecar's state as JSON, and actions for operators."""

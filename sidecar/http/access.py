@@ -1,4 +1,4 @@
-"""The outermost layer of every HTTP request: its ids, its authentication, and its count in the metrics."""
+"""The outermost ASGI layer of the HTTP server: request ids, authentication, and counts of requests."""
 
 import logging
 from pathlib import Path
@@ -20,13 +20,13 @@ from kvtier.web.request_ids import RequestIds, request_id_of
 
 log = logging.getLogger(__name__)
 
-# A path that needs no token, because a supervisor that probes it has none. The dashboard's page needs none either,
-# because it contains no data.
+# Probes of this path need no token, because a supervisor has none. The dashboard's page needs none either, because it
+# contains no data.
 HEALTH = "/health"
 
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
-    """Return the token that requests must carry; None if they need none.
+    """Return the token that requests must carry, or None if they need no token.
 
     Logs a warning if other users may read or change the token's file. Raises ValueError if the token is too short, or
     if the file cannot be read.
@@ -51,7 +51,7 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
 
 
 def browser_rules(config: HttpConfig) -> BrowserRules:
-    """Return the rules for requests from browsers, which protect a server that needs no token."""
+    """Return the rules that protect a server without a token from requests of other sites' pages in a browser."""
     return BrowserRules.of(
         config.host,
         config.allowed_hosts,
@@ -64,8 +64,8 @@ def browser_rules(config: HttpConfig) -> BrowserRules:
 class Access:
     """The outermost ASGI layer: gives each request its id, refuses requests without the token, and counts all requests.
 
-    Requests are counted by path and status. Without a token, any process of this machine may send requests, but pages
-    of other sites that a browser on this machine shows may not: see `BrowserRules`.
+    Requests are counted by path and status. Without a token, any process of this machine may send requests. A web page
+    of another site may not, even in a browser on this machine; see `BrowserRules`.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Access:
     ) -> None:
         """Wrap *app*.
 
-        *paths* are the paths that are counted separately. All others are counted as one, because a client could make up
-        any number of paths. *has_operators* says whether there are operators' verbs; their paths check the operators'
-        own tokens.
+        Each path of *paths* is counted separately. All others are counted together, because a client could make up
+        any number of paths. With *has_operators*, requests for operators' verbs are let through without the token,
+        because *app* checks the operators' own tokens.
         """
         self._has_operators = has_operators
         self._app = app

@@ -1,4 +1,4 @@
-"""Operators' actions that take a while. Meanwhile the event loop polls the thread that owns the tiers."""
+"""Operators' actions that take a while. They run in parts, so that the tiers' thread can serve engines in between."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ CHECK_S = 60.0  # time limit for checking one layout, during which the owner's t
 
 
 async def spilled(owner: Owner, timeout_s: float) -> None:
-    """Wait until no chunk is only in host memory. Raise ApiError if there is no disk, writes fail, or time runs out."""
+    """Wait until all chunks are on disk. Raise ApiError if there is no disk, writes fail, or time runs out."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         saving = await owner.ask(owner.sidecar.saving)
@@ -34,10 +34,9 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 
 
 async def checked(owner: Owner) -> list[Layout]:
-    """Verify the bookkeeping of all layouts, endpoints and pins; return the layouts.
+    """Verify the bookkeeping of all layouts, endpoints and pins, and return the layouts.
 
-    The thread that owns the tiers serves engines between two layouts. Raises ApiError if something is inconsistent; the
-    message says what.
+    Engines are served in between, after each layout. Raises ApiError with the first inconsistency.
     """
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:

@@ -1,4 +1,4 @@
-"""The routes of the sidecar's HTTP server: its state, and the operators' actions."""
+"""The routes of the sidecar's HTTP server, for its state and for operators' actions."""
 
 import logging
 import math
@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 SPILL_S = 10.0  # default wait of `/spill`
 MAX_SPILL_S = 60.0  # longest wait of `/spill`
 
-OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")  # below KVTIER
+OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")  # paths under KVTIER
 PATHS = frozenset({HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(KVTIER + path for path in OWN)})
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class SidecarRoutes:
-    """The routes, most of which ask the thread that owns the tiers. Owned by the event loop."""
+    """The handlers of all routes. Most of them query the thread that owns the tiers. Owned by the event loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SidecarRoutes:
         dashboard: Dashboard,
         operating: Operating | None,
     ) -> None:
-        """Create the routes. *operating* has the operators' verbs; None if there are none."""
+        """Create the handlers. *operating* handles operators' verbs; if it is None, there are no routes for verbs."""
         self._operating = operating
         self._owner = owner
         self._dashboard = dashboard
@@ -104,7 +104,7 @@ class SidecarRoutes:
         return await operating.answer(request, self._operated)
 
     async def _health(self, _: Request) -> Response:
-        """Answer 200 if the process is alive and the owner's thread responds."""
+        """Answer 200 if the thread that owns the tiers responds."""
         await self._owner.ask(lambda: None)
         return json_response({"status": "alive"})
 
@@ -132,13 +132,13 @@ class SidecarRoutes:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _spill(self, request: Request) -> Response:
-        """Wait until no chunk is only in host memory. The sidecar writes chunks to disk without being asked to."""
+        """Wait until all chunks are on disk. This starts no writes: the sidecar always writes new chunks to disk."""
         timeout_s = _seconds(_options(request, {"timeout_s"}).get("timeout_s"))
         await spilled(self._owner, timeout_s)
         return json_response({"num_left": 0})
 
     async def _clear(self, request: Request) -> Response:
-        """Evict every chunk, or those of the layout with this digest, from host memory and disk."""
+        """Evict the chunks of all layouts, or of the layout with the digest in the query, from host memory and disk."""
         digest = _options(request, {"layout"}).get("layout")
 
         def clear() -> list[str]:
@@ -148,16 +148,13 @@ class SidecarRoutes:
 
         cleared = await self._owner.ask(clear)
         if digest is not None and not cleared:
-            raise ApiError(404, f"no layout {digest[:64]!r}; {STATS} has all digests", code="no_layout")
+            raise ApiError(404, f"there is no layout {digest[:64]!r}; {STATS} lists all digests", code="no_layout")
         log.warning("http: %d layouts were cleared", len(cleared))
         remote = self._sidecar.remote_where
         return json_response({"cleared": cleared} | ({} if remote is None else {"note": remote_stays(remote)}))
 
     async def _check(self, request: Request) -> Response:
-        """Verify all bookkeeping; an error names what is inconsistent.
-
-        The thread that owns the tiers serves engines between two layouts.
-        """
+        """Verify all bookkeeping. The answer is an error if something is inconsistent."""
         _options(request, frozenset())
         layouts = await checked(self._owner)
         return json_response({"status": "in order", "num_layouts": len(layouts)})
@@ -170,7 +167,7 @@ class SidecarRoutes:
 
 
 def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:
-    """Return the query parameters. Raise ApiError 400 for an unknown key or one that is given twice."""
+    """Return the query parameters. Raise ApiError 400 if a parameter is unknown or given twice."""
     found: dict[str, str] = {}
     for key, value in request.query_params.multi_items():
         if key not in known:
@@ -198,7 +195,7 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Answer Starlette's own errors: an unknown route, or a wrong method."""
+    """Answer a request that Starlette rejects, because of an unknown route or a wrong method."""
     what = f"no such route; the routes are {', '.join(sorted(PATHS))}" if error.status_code == 404 else error.detail
     return ApiError(error.status_code, f"{request.method}: {what}", headers=error.headers).response()
 

@@ -1,4 +1,4 @@
-"""`/v1/kvtier/explain`: why the chunks of a prompt that an engine looked up were found or not."""
+"""`/v1/kvtier/explain`: explains which chunks of a prompt were found in the cache, and why the others were not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ EXPLAIN = "/v1/kvtier/explain"
 class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of the `POST` request. *prompt* has token ids, because a sidecar has no tokenizer.
 
-    With *request_id*, the past lookup of the request with this id is explained, which must have had the same prompt.
+    If *request_id* is given, the past lookup of that request is explained. It must have had the same prompt. Otherwise,
+    the answer explains what a lookup of the prompt would find now.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -38,7 +39,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExplainRoutes:
-    """Explanations of lookups, from the thread that owns the tiers. Owned by the event loop."""
+    """The handlers of the routes that explain lookups. Owned by the event loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -77,7 +78,7 @@ class ExplainRoutes:
     async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
         """Explain one lookup after the other.
 
-        The thread that owns the tiers only collects the evidence of each lookup, and serves engines in between.
+        Only the evidence is collected on the thread that owns the tiers, which serves engines in between.
         """
         found = []
         for past in pasts:
@@ -86,7 +87,7 @@ class ExplainRoutes:
         return found
 
     async def _pasts(self, request_id: str) -> Sequence[Past]:
-        """Return the past lookups of the request with this id. Raise ApiError 404 if none is remembered."""
+        """Return the remembered lookups of the request with this id. Raise ApiError 404 if there are none."""
         explainer = self._layouts.explainer
         found = [] if explainer is None else await self._owner.ask(lambda: explainer.find(request_id, None))
         if not found:

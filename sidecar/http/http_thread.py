@@ -15,17 +15,17 @@ from kvtier.web.gate import Gate
 log = logging.getLogger(__name__)
 
 _LEAVING_S = 1  # time for the last bytes of answers
-_END_S = 10.0  # time for the thread to end; it has nothing to wait for by then
+_END_S = 10.0  # longest wait for the end of the thread
 
 
 class Beside(Protocol):
-    """A task on the server's event loop, with answers that continue until the task ends."""
+    """A background task of the server, such as the dashboard. Its streamed answers end only when `end` is called."""
 
     async def run(self) -> None:
-        """Run until `end`."""
+        """Run until `end` is called."""
 
     def end(self) -> None:
-        """End the answers, and make `run` return soon."""
+        """End the streamed answers, and make `run` return soon."""
 
 
 class HttpThread:
@@ -39,7 +39,7 @@ class HttpThread:
         self._bound = bound
         self._beside = beside
         self.port: int = bound.getsockname()[1]
-        # uvicorn waits for answers, and those of *beside* go on until it ends.
+        # uvicorn waits until all answers have ended, so it must first end the answers of *beside*.
         self._server = AsgiServer(app, gate, _LEAVING_S, on_shutdown=beside.end)
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
@@ -79,7 +79,7 @@ class HttpThread:
 
 
 def bound_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Raise OSError, with what to do, if that is not possible."""
+    """Return a socket that listens at this address. Raise OSError with advice if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

@@ -27,9 +27,9 @@ _COPIES = (Route.HOST_TO_DISK, Route.DISK_TO_HOST)  # the other lanes copy nothi
 
 
 class SidecarMetrics:
-    """The answer to `/metrics`: a snapshot of the sidecar, and the counters of the HTTP server.
+    """The content of `/metrics`: the sidecar's current state, and the counters of the HTTP server.
 
-    No label is a model's name, a layout or a client, so that clients cannot create labels. Owned by the event loop.
+    Models, layouts and clients are never labels, so clients cannot create labels. Owned by the event loop.
     """
 
     def __init__(self, compat: Sequence[str] = ()) -> None:

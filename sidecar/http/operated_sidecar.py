@@ -1,4 +1,4 @@
-"""OperatedSidecar: the operators' verbs on a sidecar."""
+"""OperatedSidecar: carries out operators' verbs, such as evict and pin, on a sidecar."""
 
 import asyncio
 
@@ -16,9 +16,9 @@ BELOW = frozenset({Tier.HOST, Tier.DISK})
 
 
 class OperatedSidecar:
-    """The operators' verbs, see `Operated`. Owned by the event loop.
+    """A sidecar on which operators' verbs are carried out, see `Operated`. Owned by the event loop.
 
-    The thread that owns the tiers carries out each verb in parts, and serves engines in between.
+    The thread that owns the tiers does the work of each verb in parts, and serves engines in between.
     """
 
     def __init__(self, owner: Owner, pins: PinRoutes) -> None:
@@ -30,7 +30,7 @@ class OperatedSidecar:
     async def reset(self, asked: Reset) -> Answer:
         """Evict the selected blocks of all engines, attached or not, from host memory and disk.
 
-        The answer says that a remote tier keeps its blocks.
+        A remote tier keeps its blocks. The answer says so.
         """
         tenant = None if asked.tenant is None else tenant_of(asked.tenant)
         answer = await self._purged(PurgeOrder(BELOW, tenant, asked.namespace))
@@ -42,12 +42,12 @@ class OperatedSidecar:
         tier = Tier(asked.tier)
         is_there = tier is Tier.HOST or (tier is Tier.DISK and (await self._owner.ask(self._sidecar.saving)).is_there)
         if not is_there:
-            raise ApiError(409, f"there is no {tier} tier here; /tiers lists the tiers", code="no_tier")
+            raise ApiError(409, f"there is no {tier} tier here; /v1/kvtier/tiers lists the tiers", code="no_tier")
         order = PurgeOrder(frozenset({tier}), max_bytes=asked.num_bytes, max_blocks=asked.blocks)
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
-        """Write everything that is in host memory to disk."""
+        """Wait until everything in host memory is also on disk."""
         await spilled(self._owner, asked.seconds)
         return {"left": 0}
 
@@ -72,7 +72,7 @@ class OperatedSidecar:
         if not asked.now and any(client.leases for client in await self._owner.ask(self._sidecar.clients)):
             raise ApiError(
                 409,
-                "engines are loading or storing, and would have to wait; retry later, or set now",
+                "engines are loading or storing, and a check would delay them; retry later, or set now to true",
                 code="busy",
                 param="now",
             )

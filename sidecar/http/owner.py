@@ -1,4 +1,4 @@
-"""Owner: questions from the HTTP server's event loop to the thread that owns the tiers."""
+"""Owner: runs functions for the HTTP server's event loop on the thread that owns the tiers."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,17 +13,17 @@ _Answer = TypeVar("_Answer")
 
 
 class Owner:
-    """The event loop's access to the thread that owns the tiers, with a deadline for each question."""
+    """The event loop's access to the thread that owns the tiers. Each call has a deadline."""
 
     def __init__(self, sidecar: Sidecar, answer_s: float = ANSWER_S) -> None:
         self.sidecar = sidecar
         self._answer_s = answer_s
 
     async def ask(self, question: Callable[[], _Answer], answer_s: float | None = None) -> _Answer:
-        """Run *question* on the owner's thread, and return its result or raise its exception.
+        """Run *question* on the thread that owns the tiers, and return its result or raise its exception.
 
-        Raises ApiError 503 if there is no result after *answer_s* seconds, by default those given to `__init__`. A
-        question that has not begun by then is never run.
+        Raises ApiError 503 if there is no result after *answer_s* seconds, which default to those of `__init__`. If
+        *question* has not begun by then, it is never run.
         """
         wait_s = self._answer_s if answer_s is None else answer_s
         answer = asyncio.wrap_future(self.sidecar.ask(question))

@@ -1,4 +1,4 @@
-"""`/pin`: operators keep prompts in host memory for a while."""
+"""`/pin`: lets operators keep prompts in host memory for a while."""
 
 import asyncio
 import hashlib
@@ -41,17 +41,17 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def pin_id(self) -> str:
-        """Name of the pin, which is the same for the same prompt."""
+        """Name of the pin. Equal prompts have the same name."""
         running = hashlib.sha256(msgspec.json.encode([self.model, self.salt]))
         running.update(msgspec.json.encode(self.token_ids))
         return running.hexdigest()[:16]
 
 
 class PinRoutes:
-    """The routes that make and end pins, by asking the thread that owns the tiers. Owned by the event loop.
+    """The handlers of the routes that make and end pins. Owned by the event loop.
 
-    The names of a prompt's chunks are computed on another thread, so that neither the event loop nor the thread that
-    owns the tiers is delayed.
+    The names of a prompt's chunks are computed on a thread of their own, so that this delays neither the event loop nor
+    the thread that owns the tiers.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -59,9 +59,9 @@ class PinRoutes:
         self._sidecar = owner.sidecar
 
     async def pin(self, request: Request) -> Response:
-        """Keep the cached part of a prompt in host memory, and answer when reads from disk for it have ended."""
+        """Keep the cached part of a prompt in host memory, and answer once it has been read from disk."""
         if request.query_params:
-            raise ApiError(400, "/pin has no options; send what to pin as a JSON body")
+            raise ApiError(400, "/pin has no query parameters; send the prompt to pin as a JSON body")
         return json_response(await self.carry_out(parse(await read_body(request, BODY), PinRequest, (), {})))
 
     async def carry_out(self, asked: PinRequest) -> dict[str, object]:
@@ -92,13 +92,15 @@ class PinRoutes:
         """End the pin with this name."""
         pin_id = request.query_params.get("pin", "")
         if not pin_id or len(request.query_params.multi_items()) > 1:
-            raise ApiError(400, "say which pin: DELETE /pin?pin=NAME; /leases has all names", param="pin")
+            why = "name the pin to end: DELETE /v1/kvtier/pin?pin=NAME; /v1/kvtier/leases lists all pins"
+            raise ApiError(400, why, param="pin")
         if not await self._owner.ask(lambda: self._sidecar.pins.unpin(pin_id)):
-            raise ApiError(404, f"no pin {pin_id[:64]!r}; /leases has all names", code="no_pin", param="pin")
+            why = f"there is no pin {pin_id[:64]!r}; /v1/kvtier/leases lists all pins"
+            raise ApiError(404, why, code="no_pin", param="pin")
         return json_response(_answer(pin_id, 0.0, []))
 
     async def _settled(self, pin_id: str) -> list[PinnedLayout]:
-        """Wait until no reads for the pin are in flight, at most `COMING_S` seconds; return what the pin keeps."""
+        """Wait at most `COMING_S` seconds for the pin's reads in flight, and return what the pin keeps."""
         give_up_at = time.monotonic() + COMING_S
         while True:
             found = await self._owner.ask(lambda: self._sidecar.pins.view(pin_id)) or []
@@ -107,7 +109,7 @@ class PinRoutes:
             await asyncio.sleep(LOOK_S)
 
     def _layouts(self, model: str) -> list[tuple[AnyChunkLayout, LayoutTiers]]:
-        """Return the model's layouts whose chunks are named by tokens and salt alone."""
+        """Return the model's layouts whose chunk names depend only on tokens and salt, with their tiers."""
         every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
         return [
             (layout, tiers) for layout, tiers in every if isinstance(layout, AnyChunkLayout) and layout.model == model

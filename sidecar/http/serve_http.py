@@ -27,10 +27,11 @@ def serve_http(
     bound: socket.socket | None = None,
     operating: Operating | None = None,
 ) -> HttpThread:
-    """Start the HTTP server of *sidecar*, whose thread may take *answer_s* seconds for an answer.
+    """Start the HTTP server of *sidecar*. It waits up to *answer_s* seconds for the sidecar's thread.
 
-    The server listens at *bound*, if that is given. *operating* has the operators' verbs; by default there are none.
-    Raises OSError or ValueError, with what to do, if an address or a setting cannot be used.
+    The server listens at the socket *bound* if it is given, or else at the configured address. *operating* handles
+    operators' verbs; by default there are none. Raises OSError or ValueError with advice if an address or a setting
+    cannot be used.
     """
     assert config.http.port != "none", "nothing to serve"
     metrics = SidecarMetrics(config.metrics.compat)
@@ -46,7 +47,7 @@ def serve_http(
 
 
 def limits_of(config: SidecarConfig) -> ConnectionLimits:
-    """Return the connection limits, with room for all viewers of the dashboard."""
+    """Return the limits on connections, which leave room for all viewers of the dashboard."""
     num_viewers = config.dashboard.max_viewers
     return replace(
         LIMITS,

@@ -1,4 +1,4 @@
-"""SidecarSource: the dashboard's data about `kvtier sidecar`."""
+"""SidecarSource: provides the dashboard's data about a `kvtier sidecar`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -30,7 +30,7 @@ _CHUNKS: Mapping[str, Callable[[ConnectorCounts], int]] = {
 
 
 class SidecarSource:
-    """Samples of a sidecar, from the same statistics as `/metrics` and `/v1/kvtier/stats`. Owned by the event loop."""
+    """A source of samples for the dashboard, with the statistics of `/v1/kvtier/stats`. Owned by the event loop."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -62,7 +62,7 @@ class SidecarSource:
         return self._sampled(snapshot, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the slowest lookups."""
+        """Return the slowest lookups, which are the same for every *group* of viewers."""
         sidecar = self._owner.sidecar
         try:
             records = await self._owner.ask(sidecar.records.slowest)

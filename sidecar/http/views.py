@@ -19,7 +19,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 Object = dict[str, object]
 
-# Names of a sidecar's lanes. A sidecar has no device, so it computes digests on the lanes to and from a device.
+# Names of a sidecar's lanes. Without a device, the two lanes for copies to and from a device compute digests instead.
 LANES = {
     Route.HOST_TO_DISK: "store",
     Route.DISK_TO_HOST: "load",
@@ -35,8 +35,9 @@ SET = "(set)"  # in place of a secret
 class Snapshot:
     """The state of a sidecar at one moment.
 
-    *why_not_ready* is empty if the sidecar is ready. *pins* has each pin in the form of a client with leases.
-    *quarantined* has the clients whose leases are in quarantine. Times are by the sidecar's clock.
+    *why_not_ready* is empty if the sidecar is ready. *pins* describes each pin like a client with leases.
+    *quarantined* lists ended clients whose leases are kept, because their processes may still copy. Times are by the
+    sidecar's clock.
     """
 
     statistics: SidecarStatistics
@@ -62,7 +63,7 @@ def snapshot_of(sidecar: Sidecar) -> Snapshot:
 
 
 def stats_view(snapshot: Snapshot) -> Object:
-    """Return the state and the counters of all parts of the sidecar. Clients are only counted, not listed."""
+    """Return the state and the counters of all parts of the sidecar. Clients are counted, but not listed."""
     statistics = snapshot.statistics
     return {
         "segment": statistics.segment_name,
@@ -86,17 +87,20 @@ def stats_view(snapshot: Snapshot) -> Object:
 
 
 def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
-    """Return for each tier its current content in numbers, and counts of what was evicted from it."""
+    """Return the statistics of each tier: its current content and its evictions."""
     return {tier.value: _tier_view(found) for tier, found in tiers.items()}
 
 
 def what_if_view(ratios: HitRatios) -> Object:
-    """Return for each tier, by size factor, the hit ratio down to the tier if the tier were larger by that factor."""
+    """Return for each tier the estimated hit ratios at other sizes, by size factor.
+
+    A hit ratio includes the hits in faster tiers.
+    """
     return {tier.value: {f"{size:g}": ratio for size, ratio in each.items()} for tier, each in ratios.items()}
 
 
 def clients_view(snapshot: Snapshot) -> list[Object]:
-    """Return each attached client."""
+    """Return a description of each attached client."""
     return [
         {
             "name": client.name,
@@ -109,7 +113,7 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Return the leases of clients and pins, and the leases in quarantine, oldest first."""
+    """Return all leases, oldest first: those of clients, of pins, and of ended clients in quarantine."""
     holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
     leases = [(lease, client) for client in holders for lease in client.leases]
     return [

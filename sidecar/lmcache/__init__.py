@@ -1,1 +1,1 @@
-"""The endpoint for LMCache's multiprocess protocol, at which an unmodified vLLM attaches. No torch and no lmcache."""
+"""The endpoint for LMCache's multiprocess protocol, at which an unmodified vLLM attaches. Needs no torch or lmcache."""

@@ -15,10 +15,10 @@ def attached(
     promises: Iterable[Promise],
     stores: Iterable[Store],
 ) -> Iterator[AttachedClient]:
-    """Yield each worker, and each connection without a worker, such as a scheduler's.
+    """Yield each registered worker, and each connection without a worker, such as a scheduler's, with its leases.
 
-    Workers are named by the number that they have registered, other connections by their descriptor in this process. A
-    promise counts as a lease of the connection that requested it, and a copy as a lease of the worker that makes it.
+    A promise, which is a reported hit, counts as a lease of the connection that did the lookup. A copy counts as a
+    lease of the worker that makes it.
     """
     workers, all_promises, all_stores = list(instances), list(promises), list(stores)
     for client in clients:
@@ -32,7 +32,7 @@ def attached(
 
 
 def copied(instance: Instance, promises: Iterable[Promise], stores: Iterable[Store]) -> tuple[Lease, ...]:
-    """Return the leases on slots from and to which the worker copies now."""
+    """Return the leases on the slots that the worker is copying from or to now."""
     return (*_read(instance, promises), *_written(instance, stores))
 
 

@@ -1,4 +1,4 @@
-"""ChunkLayout: everything besides the tokens that determines the bytes of a chunk of an LMCache client's KV."""
+"""ChunkLayout: what determines the bytes of an LMCache client's chunks besides tokens: model, weights and KV format."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,10 @@ VERSION = 1  # of the digest's input
 class ChunkLayout:
     """The KV layout of an engine, see `Layout`. Two engines share chunks only if all fields are equal.
 
-    *weights* is a digest or revision of the model's weights, empty if it is not known. A chunk is *chunk_tokens* tokens
-    of one rank. Each of *num_planes* planes (2 for keys and values, 1 if both are fused) has *width* elements for each
-    of *num_physical_slots* tokens in each of *num_layers* layers. The engine's own blocks have *block_size* tokens.
+    *weights* is a digest or revision of the model's weights, or empty if it is not known. A chunk has the KV of
+    *chunk_tokens* tokens of one rank. As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are
+    fused) of *num_layers* layers, *num_physical_slots* tokens and *width* elements. The engine's own blocks have
+    *block_size* tokens.
     """
 
     model: str
@@ -33,14 +34,14 @@ class ChunkLayout:
     world_size: int
 
     def __post_init__(self) -> None:
-        """Raise `LayoutRefused` for values that no chunk can have."""
+        """Raise `LayoutRefused` if a field has an impossible value."""
         check_fields(self)
         if self.world_size > MAX_RANKS:
             raise LayoutRefused(f"world_size is {self.world_size}; at most {MAX_RANKS} ranks are served")
 
     @property
     def parts(self) -> tuple[ChunkPart, ...]:
-        """The only part of a chunk, which is the whole chunk."""
+        """The parts of a chunk by KV cache group. There is one group, so its part is the whole chunk."""
         return (
             ChunkPart(
                 self.dtype, self.num_planes, self.num_layers, self.width, self.block_size, self.num_physical_slots
@@ -54,7 +55,7 @@ class ChunkLayout:
 
     @property
     def digest(self) -> bytes:
-        """Namespace of the layout's chunks, 16 bytes of sha256; equal only for equal layouts."""
+        """Digest of all fields, 16 bytes of sha256, which is the namespace of the layout's chunks."""
         running = hashlib.sha256(f"kvtier layout {VERSION}".encode())
         for field in fields(self):
             value = str(getattr(self, field.name)).encode()
@@ -63,7 +64,7 @@ class ChunkLayout:
 
     @property
     def groups(self) -> Sequence[FullAttention]:
-        """Groups of the tiers: one for each rank, because each rank has its own chunks."""
+        """Groups into which the tiers divide the chunks: one for each rank."""
         return [FullAttention(self.chunk_tokens)] * self.world_size
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:

@@ -25,10 +25,10 @@ ELEMENT_BYTES = {
 
 
 class ChunkMemory:
-    """The slots for chunks of one size, see `SlotMemory`.
+    """The slots for chunks of one size in the segment, see `SlotMemory`.
 
-    Each extent is cut into the same number of slots, and slots are numbered through all extents. Slots begin at page
-    boundaries.
+    Each extent is divided into the same number of slots, which begin at page boundaries. Slots are numbered through all
+    extents.
     """
 
     num_copiers = 1
@@ -44,7 +44,7 @@ class ChunkMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Number of bytes of the segment that a slot takes, including its share of an extent's unused rest."""
+        """Number of bytes that a slot takes, including its share of the unused bytes at the end of an extent."""
         return self._extent_bytes // self.slots_per_extent
 
     def offset(self, slot: int) -> int:
@@ -70,12 +70,14 @@ class ChunkMemory:
 class ChunkPart:
     """The last *num_tokens* tokens of a chunk in one KV cache group.
 
-    Each of *num_planes* planes (2 for keys and values, 1 if both are fused) has *width* elements for each token in each
-    of *num_layers* layers. A hit needs this part of its last *window_chunks* chunks, or of all its chunks if
-    *window_chunks* is 0.
+    As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are fused) of *num_layers* layers,
+    *num_tokens* tokens and *width* elements.
 
-    The engine's own blocks have *block_size* tokens. If *is_recurrent*, the blocks are recurrent states. The sidecar
-    treats states as bytes, like any other blocks.
+    *window_chunks* is the attention window: a hit needs this part only for its last *window_chunks* chunks. 0 means
+    all of its chunks.
+
+    The engine's own blocks have *block_size* tokens. If *is_recurrent*, the blocks are recurrent states, which the
+    sidecar stores like any other bytes.
     """
 
     dtype: str  # torch's name, such as "bfloat16"
@@ -99,14 +101,14 @@ class ChunkPart:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def group(self, chunk_tokens: int) -> AttentionGroup:
-        """Return the attention group of this part, which says what chunks (of *chunk_tokens* tokens) a hit needs."""
+        """Return the attention group of this part. It determines which chunks of a prefix a hit needs."""
         if self.window_chunks:
             return SlidingWindow(chunk_tokens, self.window_chunks * chunk_tokens)
         return FullAttention(chunk_tokens)
 
 
 def check_fields(values: object) -> None:
-    """Raise `LayoutRefused` if a field of this dataclass is a number or dtype that no chunk can have."""
+    """Raise `LayoutRefused` if a number or the dtype among the fields of this dataclass is invalid."""
     for field in fields(values):  # type: ignore[arg-type]
         value = getattr(values, field.name)
         if field.name == "dtype" and value not in ELEMENT_BYTES:
@@ -118,7 +120,7 @@ def check_fields(values: object) -> None:
 def memories_of(
     parts: Sequence[ChunkPart], num_ranks: int, chunk_tokens: int, segment: Segment, extent_bytes: int
 ) -> Sequence[ChunkMemory]:
-    """Return the slots of each rank's parts, rank by rank. Raise `LayoutRefused` if they do not fit in the extents."""
+    """Return the slots of each part, rank by rank. Raise `LayoutRefused` if they do not fit in host memory."""
     for part in parts:
         if part.num_bytes > extent_bytes:
             raise LayoutRefused(
@@ -129,14 +131,15 @@ def memories_of(
     num_slots = sum(memory.num_host_slots for memory in memories)
     if num_slots > MAX_SLOTS:  # check before the bookkeeping of any rank is allocated
         raise LayoutRefused(
-            f"a chunk of {chunk_tokens} tokens has {sum(part.num_bytes for part in parts)} bytes, so all ranks would "
-            f"have {num_slots} slots in host memory, but the limit is {MAX_SLOTS}, because slots need bookkeeping: "
+            f"a chunk of {chunk_tokens} tokens has only {sum(part.num_bytes for part in parts)} bytes, so all ranks "
+            f"would have {num_slots} slots in host memory, but the limit is {MAX_SLOTS}; "
             "start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes
     if len(memories) > num_extents:
         raise LayoutRefused(
             f"its {num_ranks} ranks of {len(parts)} KV cache groups need an extent each, and host memory has "
-            f"{num_extents} of {extent_bytes} bytes: start the sidecar with more host memory, or a smaller extent"
+            f"{num_extents} extents of {extent_bytes} bytes; start the sidecar with more host memory, or a smaller "
+            "extent"
         )
     return memories

@@ -1,4 +1,4 @@
-"""DigestLane: digests of chunks in host memory, computed on other threads than the one that owns the tiers."""
+"""DigestLane: a queue that computes digests (checksums) of chunks in host memory on background threads."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -9,17 +9,20 @@ from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BATCH_BYTES = 8 << 20  # a millisecond's work: several threads share a request, and other requests soon have a turn
+BATCH_BYTES = 8 << 20  # about 1 ms of work: several threads can share a request, and other requests do not wait long
 BATCH_CHUNKS = 32
-MAX_IN_FLIGHT = 8  # batches in the lane; the rest waits here, where clients take turns
+MAX_IN_FLIGHT = 8  # batches in the lane; further batches wait in `DigestLane`, where clients take turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
-"""A callback for each part of a request, with its places and their digests; None if they could not be computed."""
+"""A callback for a part of a request: the places of its slots, and their digests or None if the computation failed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DigestBatch:
-    """Slots whose digests are computed together, their places in the caller's request, and the callback."""
+    """A part of a caller's request: slots whose digests one task computes, and the callback for the result.
+
+    *places* has the positions of these slots in the request.
+    """
 
     memory: HostMemory
     slots: Sequence[int]
@@ -28,10 +31,10 @@ class DigestBatch:
 
 
 class DigestLane:
-    """The queue in front of a lane that computes digests. Owned by the sidecar's thread.
+    """The queue of chunks whose digests a lane (a pool of threads) computes. Owned by the sidecar's thread.
 
-    Each client's batches wait in order, and the clients take turns, so that a client with much to do delays no other
-    client. The caller keeps a lease on every slot until the callback for it.
+    Each client's batches are computed in order. Clients take turns, so that a client with many chunks does not delay
+    the others. The caller must keep a lease on each slot until the callback for the slot has been called.
     """
 
     def __init__(self, transfers: TransferEngine, route: Route) -> None:
@@ -43,9 +46,10 @@ class DigestLane:
         )  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
-        """Compute the digests of these slots; *deliver* is called within a later `poll` of the transfers.
+        """Queue these slots, whose digests are passed to *deliver* later.
 
-        *client* says whose turns the request uses. It is any object that is equal only to itself.
+        A later `poll` of the transfers calls *deliver*, once for each batch of slots. *client* identifies the client
+        whose turns are used. It is any object that is equal only to itself.
         """
         limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
@@ -55,7 +59,7 @@ class DigestLane:
         self.pump()
 
     def pump(self) -> None:
-        """Hand waiting batches to the lane while it has room."""
+        """Submit waiting batches to the lane until it is full."""
         while self._waiting and self._num_under_way < MAX_IN_FLIGHT:
             client, batches = next(iter(self._waiting.items()))
             if not self._submit(batches[0]):
@@ -78,10 +82,9 @@ class DigestLane:
 
 
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
-    """Return the digests of these slots, on the lane's thread.
+    """Return the digests of the chunks in these slots. Runs on a thread of the lane.
 
-    `digest_for_threads(2)` releases the GIL for each block. So the thread that answers engines does not wait for
-    digests.
+    `digest_for_threads(2)` releases the GIL for each block, so that the thread that answers engines is not delayed.
     """
     digest = digest_for_threads(2)
     return [digest(memory.host_block(slot)) for slot in slots]

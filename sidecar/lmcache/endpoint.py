@@ -42,31 +42,31 @@ from kvtier.sidecar.refusals import Refusals
 from kvtier.tiers.naming.named_blocks import NamedBlocks, tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-HELD_S = 0.05  # longest wait of an answer about a lookup, because an engine's scheduler may block on the answer
-MAX_HELD = 4096  # answers that wait at a time
+HELD_S = 0.05  # maximum delay of an answer about a lookup, because an engine's scheduler may block on it
+MAX_HELD = 4096  # answers that wait for a promise at the same time
 
 
 class EndedConnections:
-    """Connections that the port no longer reads, kept open on the sidecar's side while their workers may copy.
+    """Ended connections whose workers may still copy. The sidecar keeps its own end of them open.
 
-    A worker's process closes its end of the connection when the process ends, or when it closes its LMCache client,
-    which waits for copies in flight. So an end that is closed means that no copy is in flight. The sidecar does not
-    shut down its own end, because libzmq would then close the worker's end at once, even in the middle of a copy. Owned
-    by the endpoint's thread.
+    The worker's end is closed when its process exits. It is also closed when the process closes its LMCache client,
+    which first waits for copies in flight. So once the worker's end is closed, no copy is in flight. The sidecar does
+    not shut down its own end earlier, because libzmq would then close the worker's end at once, even in the middle of a
+    copy. Owned by the endpoint's thread.
     """
 
     def __init__(self) -> None:
         self._lifelines: dict[Client[list[bytes]], Lifeline] = {}
 
     def add(self, client: Client[list[bytes]], *, is_watched: bool) -> None:
-        """Take over the connection of *client*, and close it at once unless it *is_watched*."""
+        """Keep the connection of *client* open if it *is_watched*; otherwise close it at once."""
         if is_watched:
             self._lifelines[client] = Lifeline(client.connection)
         else:
             client.connection.close()
 
     def is_cut(self, client: Client[list[bytes]]) -> bool:
-        """Return whether the client's processes have closed the connection."""
+        """Return whether the client's processes have closed their end of the connection."""
         if client.is_open:
             return False
         lifeline = self._lifelines.get(client)
@@ -84,7 +84,7 @@ class EndedConnections:
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """One request, with the client and the ids for its answer."""
+    """A request that is being processed: its client, and the two frames of it that the answer repeats."""
 
     client: Client[list[bytes]]
     uid: bytes
@@ -93,7 +93,7 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An answer that waits until the promise is settled, but not longer than until the time *until*."""
+    """An answer that is sent when its promise is settled, or at the time *until*, whichever comes first."""
 
     call: PendingCall
     promise: Promise
@@ -113,7 +113,7 @@ class Load:
 
 
 class _Later:
-    """The type of `_LATER`, which a call returns if it is answered later."""
+    """The type of `_LATER`, the marker that an operation's method returns if its answer is sent later."""
 
 
 _LATER = _Later()
@@ -121,7 +121,7 @@ _LATER = _Later()
 
 @dataclass(frozen=True, slots=True)
 class EndpointStatistics:
-    """All counters of the endpoint, by value."""
+    """A snapshot of all counters of the endpoint."""
 
     operations: Mapping[str, int]
     refused: Mapping[str, int]
@@ -133,17 +133,18 @@ class EndpointStatistics:
 
 
 class LmcacheEndpoint:
-    """The endpoint for engines with LMCache's client.
+    """The endpoint for engines that use LMCache's client. Owned by the sidecar's thread.
 
-    Every operation gets an answer. The protocol has no error answers, so a refused operation gets a harmless result.
-    Answers wait only for promises, which have a time limit. Owned by the sidecar's thread, whose loop polls the
-    transfers and tiers, and then calls `tick` and `receive`.
+    An engine's scheduler asks how much of a prompt is cached (`lookup`, then `query_prefetch_status`). A reported hit
+    is a promise that the engine's workers can load its chunks. It must be kept: under vLLM's default policy, the engine
+    ends if it cannot load a chunk of a hit. See `Promises`.
 
-    In this protocol an engine's scheduler asks how much of a prompt is cached (`lookup`, then `query_prefetch_status`).
-    The engine's workers map the segment, which is the sidecar's host memory. They copy promised chunks out of it
-    (between `prepare_retrieve` and `commit_retrieve`), and computed chunks into it (between `prepare_store` and
-    `commit_store`). Under vLLM's default policy, the engine ends if it cannot load a chunk that was promised. So every
-    promise must be kept: see `Promises`.
+    The workers map the segment, which is the sidecar's host memory. They copy promised chunks out of it (between
+    `prepare_retrieve` and `commit_retrieve`), and computed chunks into it (between `prepare_store` and `commit_store`).
+
+    Every request is answered at once, unless the answer has to wait for a promise, which has a time limit. The protocol
+    has no error answers, so a refused request gets a harmless result. The sidecar's loop polls the transfers and tiers,
+    and then calls `tick` and `receive`.
     """
 
     def __init__(
@@ -199,12 +200,12 @@ class LmcacheEndpoint:
 
     @property
     def file(self) -> int:
-        """A descriptor that is readable until all frames that have arrived were processed."""
+        """A file descriptor that is readable while there are frames to process."""
         return self._port.fileno()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether answers wait for a promise or for their time limit."""
+        """Whether any answer is being held back until a promise is settled."""
         return bool(self._held)
 
     def receive(self) -> bool:
@@ -216,7 +217,7 @@ class LmcacheEndpoint:
         return self._port.has_more
 
     def tick(self) -> None:
-        """Advance promises and digests, send the answers that are ready, and end what has timed out."""
+        """Advance promises and digests, send ready answers, and end promises and connections that have timed out."""
         self._port.tick(stays=self._is_copying)
         self._promises.tick()
         self._verifying.pump()
@@ -226,7 +227,8 @@ class LmcacheEndpoint:
     def close(self) -> None:
         """Stop receiving frames, and end every connection and lease.
 
-        After this call, no block may be put into any slot, because workers may still copy.
+        Workers may still be copying from or to their slots. So after this call, no other block may be put into any
+        slot.
         """
         self._port.close()
         for client in self._port.take_disconnected():
@@ -235,16 +237,16 @@ class LmcacheEndpoint:
         self._ended.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """Ensure that no lookup ever finds the chunks that engines are storing now. Promises are kept."""
+        """Ensure that no lookup ever finds chunks of these layouts that engines are storing now. Keep all promises."""
         self._stores.void(layouts)
         self._token_keys.drop_ended()
 
     def clients(self) -> list[AttachedClient]:
-        """Return all attached clients, by value."""
+        """Return a snapshot of the attached clients."""
         return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
 
     def counts(self) -> ConnectorCounts:
-        """Return the counters that every endpoint has, by value."""
+        """Return a snapshot of the counters that every kind of endpoint has."""
         promised, stored = self._promises.counts, self._stores.counts
         return ConnectorCounts(
             "lmcache",
@@ -265,7 +267,7 @@ class LmcacheEndpoint:
         )
 
     def statistics(self) -> EndpointStatistics:
-        """Return all counters, by value."""
+        """Return a snapshot of all counters."""
         return EndpointStatistics(
             dict(self._num_operations),
             dict(self._refusals.counts),
@@ -286,9 +288,9 @@ class LmcacheEndpoint:
     def _serve(self, message: Message[list[bytes]]) -> None:
         frames = message.content
         if len(frames) < 2 or not is_number(frames[0]):
-            self._refusals.refused("garbage", "a message that is not a request")
+            self._refusals.refused("garbage", "a client sent a message that is not a request; it is ignored")
             return
-        if not frames[1]:  # flow control of an event stream, which does not exist here; not a request
+        if not frames[1]:  # flow control of an event stream, which the sidecar does not have
             return
         call, number, payload = PendingCall(message.client, frames[0], frames[1]), None, frames[2:]
         try:
@@ -304,9 +306,10 @@ class LmcacheEndpoint:
             self._answer(call, answer)
 
     def _harmless(self, number: int | str | None) -> object:
-        """Return the harmless answer to a refused request.
+        """Return an answer that does no harm to a client whose request is refused.
 
-        A registration gets the segment, because without a segment the client would send every chunk by value.
+        A refused registration still gets the segment. Without a segment, the client would send the bytes of every chunk
+        in its messages.
         """
         if number is None:
             return None
@@ -316,7 +319,7 @@ class LmcacheEndpoint:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Send the held answers that are ready or past their time limit, except to clients that read no answers."""
+        """Send the answers whose promise is settled or whose time is up, except to clients that do not read."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
@@ -331,11 +334,11 @@ class LmcacheEndpoint:
     def _hold(
         self, call: PendingCall, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
     ) -> object:
-        """Return the answer if the promise is settled; otherwise hold it for later."""
+        """Return the answer if the promise is settled. Otherwise keep it for later, and return `_LATER`."""
         if promise.is_settled:
             return answer()
         if len(self._held) >= MAX_HELD:
-            raise Refused("held", f"{MAX_HELD} requests are already waiting for their answers")
+            raise Refused("held", f"a request gets no chunks: {MAX_HELD} requests already wait for their answers")
         self._held.append(Held(call, promise, until, answer, load))
         return _LATER
 
@@ -345,24 +348,24 @@ class LmcacheEndpoint:
         return self._chunk_tokens
 
     def _negotiate_chunk_size(self, call: PendingCall, alignment: int) -> object:
-        """Answer this sidecar's chunk size, whatever *alignment* the client needs.
+        """Return the sidecar's chunk size. Log a refusal if it is not a multiple of *alignment*, as the client needs.
 
-        The scheduler and all workers of an engine must get the same answer, also from the sidecar's next process. The
-        client itself refuses a size that is not a multiple of *alignment*.
+        The client itself refuses such a size. The answer does not depend on *alignment*, because the scheduler and all
+        workers of an engine must get the same answer, even after a restart of the sidecar.
         """
         if self._chunk_tokens % alignment:
             self._refusals.refused(
                 "chunk_size",
-                f"an engine needs chunks of a multiple of {alignment} tokens, and does not start: restart the sidecar "
+                f"an engine does not start: it needs chunks of a multiple of {alignment} tokens; restart the sidecar "
                 f"with --chunk-tokens {-(-self._chunk_tokens // alignment) * alignment}, which empties the cache",
             )
         return self._chunk_tokens
 
     def _register(self, call: PendingCall, registration: Registration) -> object:
-        """Attach the worker.
+        """Attach the worker, and return the segment for it to map.
 
-        A worker registers again if it has missed answers. With the same layout it stays attached as before, because it
-        may be in the middle of copies, which it will continue.
+        A worker that has missed answers registers again, possibly in the middle of a copy. So if its layout is the
+        same, it stays attached, and the slots of its copies stay leased.
         """
         known = self._registrations.find(call.client, registration.instance_id)
         try:
@@ -380,7 +383,7 @@ class LmcacheEndpoint:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: PendingCall, instance_id: int) -> object:
-        """Detach the worker. It may still be copying: LMCache's client waits for its copies only after this message."""
+        """Detach the worker. It may still be copying: LMCache's client unregisters before it waits for its copies."""
         self._registrations.find(call.client, instance_id)
         self._detach(instance_id)
         return None
@@ -391,7 +394,8 @@ class LmcacheEndpoint:
     def _lookup(self, call: PendingCall, key: Key, tp_size: int) -> object:
         """Start to find out how many chunks are cached; `query_prefetch_status` returns the result.
 
-        The engine itself has the chunks before *key*'s start. They are looked up, but not promised.
+        The engine itself has the chunks before *key*'s start. They must be cached too, but the engine does not load
+        them.
         """
         for earlier in self._promises.of_request(key.request_id):
             if earlier.client is call.client:
@@ -406,7 +410,7 @@ class LmcacheEndpoint:
         if worker is None or key.wants_no_load:
             return None
         if len(self._promises) >= MAX_PROMISES:
-            raise Refused("promises", f"there are {MAX_PROMISES} open promises already")
+            raise Refused("promises", f"a lookup gets no hit: {MAX_PROMISES} promises to engines are open already")
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
@@ -429,7 +433,7 @@ class LmcacheEndpoint:
         return None
 
     def _query_prefetch_status(self, call: PendingCall, request_id: str, max_s: float = HELD_S) -> object:
-        """Return where the hit ends, in chunks from the beginning of the prompt; None if it is not known yet."""
+        """Return the length of the hit, in chunks from the beginning of the prompt; None if it is not known yet."""
         own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
         if not own:
             return 0
@@ -440,17 +444,20 @@ class LmcacheEndpoint:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
     def _free_lookup_locks(self, call: PendingCall, key: Key, tp_size: int, abandoned: object = None) -> object:
-        """End the promise of chunks that the engine has itself, or does not want.
+        """Release promised chunks that the engine will not load, for example because it has them itself.
 
-        The *abandoned* ranges are ignored. They are chunks of earlier lookups of the request, whose promises ended when
-        the next lookup began. The current promise may have the same chunks, and must keep them.
+        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises ended when the
+        next lookup began. The current promise may have the same chunks, and must keep them.
         """
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         self._promises.free(call.client, key.request_id, chunks)
         return None
 
     def _prepare_retrieve(self, call: PendingCall, key: Key, instance_id: int) -> object:
-        """Return the slots of all requested chunks, from a promise that has them or else from a new one."""
+        """Return the slots of all requested chunks, for the worker to copy from.
+
+        If no promise of the request has these chunks, a new promise is made for this load.
+        """
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Loaded()
@@ -473,9 +480,9 @@ class LmcacheEndpoint:
         return True
 
     def _refuse_held(self, load: Load) -> bool:
-        """Refuse a load that the worker has ended before it was answered; return whether there was such a load.
+        """Refuse a load that has not been answered yet; return whether there was such a load.
 
-        The worker has waited too long, and will not read the answer.
+        Called when the worker ends the load. It has stopped waiting, and will not use the answer.
         """
         for held in self._held:
             if held.load == load:
@@ -487,7 +494,10 @@ class LmcacheEndpoint:
     def _prepare_store(
         self, call: PendingCall, key: Key, instance_id: int, skipped: Sequence[Sequence[int]] = ()
     ) -> object:
-        """Reserve slots for the chunks that neither host memory nor disk has; return none if there is no room."""
+        """Reserve slots for the worker's chunks that are neither in host memory nor on disk.
+
+        The answer has no slots if there is no room.
+        """
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Stored()
@@ -530,15 +540,17 @@ class LmcacheEndpoint:
     # Shared by the operations.
 
     def _chunks(self, key: Key) -> range:
-        """Return the range of chunks in a worker's key. Raise `Refused` if its tokens are not whole chunks."""
+        """Return the numbers of the chunks in a worker's key. Raise `Refused` if its tokens are not whole chunks."""
         if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
             raise Refused(
-                "range", f"tokens {key.start} to {key.end} are not whole chunks of {self._chunk_tokens} tokens"
+                "range",
+                f"a worker requests tokens {key.start} to {key.end}, which are not whole chunks of "
+                f"{self._chunk_tokens} tokens",
             )
         return range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
 
     def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """Return the blocks of these chunks; fewer if the tokens do not fill all of them."""
+        """Return the names and parents of these chunks; of fewer if the key's tokens do not fill all of them."""
         check_salt(key.cache_salt)
         names = self._token_keys.names(key.request_id, key.cache_salt, tokens_of(key))
         own = names[chunks.start : chunks.stop]
@@ -546,16 +558,16 @@ class LmcacheEndpoint:
         return NamedBlocks(own, parents, tenant_of(key.cache_salt))
 
     def _all_blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """Return the blocks of these chunks. Raise `Refused` if the tokens do not fill all of them."""
+        """Return the names and parents of these chunks. Raise `Refused` if the key's tokens do not fill all of them."""
         blocks = self._blocks(key, chunks)
         if len(blocks.names) < len(chunks):
-            raise Refused("range", f"chunks up to token {key.end} are requested, but there are fewer tokens")
+            raise Refused("range", f"a worker requests chunks up to token {key.end}, but sends fewer tokens")
         return blocks
 
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """Return a promise of the request that keeps these chunks, settled or not; None if there is none."""
+        """Return a promise of the request that has these chunks for loading, or None. It may not be settled yet."""
         for promise in self._promises.of_request(key.request_id):
             groups = groups_of(instance.layout, rank)
             if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
@@ -567,7 +579,7 @@ class LmcacheEndpoint:
         here, parts = promise.places(load.chunks), promise.of_groups(groups)
         is_there = bool(parts) and here.stop <= promise.num_chunks and all(own.has(here) for own in parts)
         if not is_there or not self._registrations.is_attached(instance):
-            if promise.client is call.client:  # it was made for this load
+            if promise.client is call.client:  # the promise was made for this load only
                 promise.end()
             return Loaded()
         slots: list[Slot] = []
@@ -580,7 +592,7 @@ class LmcacheEndpoint:
         return Loaded(True, b"", {"slots": slots, "group_ids": group_ids, "chunk_indices": chunk_indices})
 
     def _is_copying(self, client: Client[list[bytes]]) -> bool:
-        """Return whether a worker of this connection copies out of the segment or into it."""
+        """Return whether a worker of this connection may be copying out of the segment or into it."""
         return self._stores.is_written_by(client) or self._promises.is_read_by(client)
 
     def _detach(self, instance_id: int) -> None:
@@ -614,7 +626,7 @@ class LmcacheEndpoint:
 
 
 def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
-    """Return where these slots are in the segment, as objects that answers to workers contain."""
+    """Return the positions of these slots in the segment, as the `Slot` objects that workers are sent."""
     parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
     part = parts[group_id % len(parts)]
     return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]
@@ -623,10 +635,10 @@ def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot
 def _skipped(
     instance: Instance, rank: int, chunks: range, skipped: Sequence[Sequence[int]]
 ) -> Mapping[int, Sequence[int]]:
-    """Return which of the chunks a worker does not have, by group. Raise `Refused` for an invalid list."""
+    """Return, by group, which chunks a worker does not have and will not store. Raise `Refused` for an invalid list."""
     groups = groups_of(instance.layout, rank)
     if skipped and len(skipped) != len(groups):
-        raise Refused("range", f"skipped chunks of {len(skipped)} groups, but the worker has {len(groups)} groups")
+        raise Refused("range", f"a worker skips chunks of {len(skipped)} groups, but it has {len(groups)} groups")
     if any(place >= len(chunks) for own in skipped for place in own):
-        raise Refused("range", f"a skipped chunk that is not one of the {len(chunks)} chunks of the request")
+        raise Refused("range", f"a worker skips a chunk that is not one of the {len(chunks)} chunks of its request")
     return dict(zip(groups, skipped, strict=False))

@@ -1,4 +1,4 @@
-"""Evidence of what an engine would find if it looked up a prompt now."""
+"""The facts that explain what an engine would find if it looked up a prompt now."""
 
 from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.explain.explainer import Explainer
@@ -16,9 +16,10 @@ NOT_TOLD = "Only clients of lmcache 0.5.7 report what engines have on their devi
 
 
 def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Evidence]:
-    """Return the evidence in each layout of the model whose chunks have the size of *chain*'s blocks.
+    """Return the facts that explain which chunks of a prompt are cached, for each layout of the model.
 
-    Call it on the thread that owns the tiers.
+    Layouts whose chunk size differs from the block size of *chain* are left out. Call this function on the thread that
+    owns the tiers.
     """
     return [
         _explained(tiers, tiers.layout, explainer, chain)
@@ -53,7 +54,7 @@ def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer,
 
 
 def _coldest(places: list[int]) -> Tier | None:
-    """Return the coldest tier that a group needs the chunk from; None if one of them does not have it."""
+    """Return the slowest tier of a chunk, given its place in each group; None if one of the groups lacks it."""
     if NOWHERE in places:
         return None
     return Tier.REMOTE if ON_REMOTE in places else Tier.DISK if ON_DISK in places else Tier.HOST

@@ -16,11 +16,11 @@ HYBRID_VERSION = 1  # of the digest's input
 
 @dataclass(frozen=True, slots=True)
 class HybridLayout:
-    """The KV layout of an engine with several KV cache groups, see `Layout`.
+    """The layout (see `Layout`) of an LMCache engine with several KV cache groups.
 
-    *whole* is what the client reports of all KV cache groups together, which alone does not determine the bytes of a
-    chunk. *parts* has the part of a chunk for each KV cache group. Each part is looked up, kept and evicted separately.
-    In the tiers, the parts of rank r are the groups with the numbers from r * len(parts) on.
+    *whole* describes all KV cache groups together, as the client reports it. This alone does not determine the bytes of
+    a chunk. So *parts* describes the part of a chunk that belongs to each KV cache group. Each part is looked up, kept
+    and evicted separately. In the tiers it is a group of its own. The groups of rank r begin at r * len(parts).
     """
 
     whole: ChunkLayout
@@ -68,7 +68,7 @@ class HybridLayout:
 
     @property
     def groups(self) -> Sequence[AttentionGroup]:
-        """Groups of the tiers: one for each rank and part, rank by rank."""
+        """Groups in the tiers: one for each KV cache group of each rank, in the order of the ranks."""
         return [part.group(self.chunk_tokens) for part in self.parts] * self.world_size
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[ChunkMemory]:
@@ -83,6 +83,6 @@ AnyChunkLayout: TypeAlias = ChunkLayout | HybridLayout
 
 
 def groups_of(layout: AnyChunkLayout, rank: int) -> range:
-    """Return the numbers of the groups that have the parts of this rank's chunks."""
+    """Return the numbers of the groups in the tiers that have the chunks of this rank."""
     num_parts = len(layout.parts)
     return range(rank * num_parts, (rank + 1) * num_parts)

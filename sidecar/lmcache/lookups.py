@@ -1,4 +1,4 @@
-"""Lookups: the origin of the tokens that engines looked up, and a record of each lookup."""
+"""Lookups: counts of looked-up tokens by the tier that had them, and a record of each lookup."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Lookups:
     """Counts and records of lookups. Each lookup is counted once, when its result is known.
 
     Only lmcache 0.5.7 and later report how many tokens an engine has on its device. With older clients, these tokens
-    count like all others. Owned by the endpoint's thread.
+    are counted as if the engine did not have them. Owned by the endpoint's thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Lookups:
     ) -> None:
         """Start at zero.
 
-        *tracer* receives the workers' loads, and says which requests are traced. It gets the lookups from *records*.
+        *tracer* is told of the workers' loads, and knows which requests are traced. It is told of lookups by *records*.
         """
         self._explainer = explainer
         self._tracer = tracer
@@ -52,9 +52,10 @@ class Lookups:
         self._clock = clock
 
     def on_settled(self, promise: Promise, num_tokens: int, num_computed: int, chain: BlockChain | None) -> None:
-        """Count the lookup of a prompt of *num_tokens* tokens, of which the engine itself has the first *num_computed*.
+        """Count and record a lookup whose result is known now.
 
-        *chain* has these tokens; None if they are no longer known.
+        The prompt has *num_tokens* tokens, and the engine itself has the first *num_computed* of them. *chain* has the
+        prompt's tokens, or is None if they are no longer known.
         """
         balance = balance_of(promise, self._chunk_tokens, num_tokens, num_computed)
         self._what_if.on_prompt(names_of(promise), self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
@@ -76,7 +77,7 @@ class Lookups:
             self._explainer.on_ended(record, trail, chain, promise.tiers.ghosts, namespace)
 
     def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
-        """Record that a worker has loaded chunks that were promised to a lookup of the request."""
+        """Record, for tracing, that a worker has loaded *num_chunks* promised chunks in *seconds*."""
         if self._tracer is not None:
             now, num_tokens = time.time(), num_chunks * self._chunk_tokens
             attributes: dict[str, Attribute] = {
@@ -102,7 +103,7 @@ def _chunk_bytes(tiers: LayoutTiers) -> int:
 
 
 def names_of(promise: Promise) -> Sequence[BlockName]:
-    """Return the names of all chunks of a promise's prompt that were looked up, from its beginning on."""
+    """Return the names of all chunks that were looked up for a promise, from the beginning of the prompt on."""
     return [*promise.before, *promise.blocks.names] if promise.before else promise.blocks.names
 
 
@@ -119,15 +120,15 @@ def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float)
 
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
-    """Return the origin of the tokens of a settled promise's prompt.
+    """Return how many tokens of a settled promise's prompt come from each tier, and how many are computed.
 
-    The first *num_computed* tokens are the engine's own, even if they end within a chunk that the engine loads. Tokens
-    after the last full chunk are always computed.
+    The first *num_computed* tokens count as the engine's own, even if they end within a chunk that the engine loads.
+    Tokens after the last full chunk are always computed.
     """
     start = len(promise.before) * chunk_tokens
     on_device = min(num_computed, num_tokens)
     ends = start + np.arange(1, promise.num_chunks + 1) * chunk_tokens
-    loaded = np.clip(ends - on_device, 0, chunk_tokens)  # tokens of each chunk that come from here
+    loaded = np.clip(ends - on_device, 0, chunk_tokens)  # tokens of each chunk that come from the sidecar
     depths = np.frombuffer(promise.depths, np.uint8)
     by_tier = {tier: int(loaded[depths == tier.depth].sum()) for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
 

@@ -1,4 +1,4 @@
-"""Promises: chunks that lookups reported to engines as hits, leased and verified until the engines have loaded them."""
+"""Promises: hits that were reported to engines, whose chunks stay leased until the engines have loaded them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +35,10 @@ COMING_BYTES = 256 << 20  # while this much is being read from disk for a client
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker's copy of *chunks* of one group out of the segment.
+    """A worker's copy, in flight, of one group's *chunks* out of the segment (the sidecar's host memory).
 
     The copy counts as ended when the worker reports that it has loaded all chunks of *load*, or when the worker's
-    process has ended. It never times out, because a thread that is stopped in the middle of a copy continues it
-    whenever it is woken up.
+    process has ended. It never times out, because a stopped thread may continue its copy at any later time.
     """
 
     instance: Instance
@@ -61,10 +60,11 @@ class Counts:
 
 
 class GroupChunks:
-    """One group's chunks of a promise. A chunk's place is its number, counted from the promise's first chunk.
+    """The chunks of a promise in one group, and their leases.
 
-    A chunk is leased as long as a worker may load it, or it is being verified or copied. When several leases end, that
-    of the prefix's tail ends first. A group that forgets (such as one with a sliding window) has only the last chunks.
+    A chunk's place is its number, counted from the promise's first chunk. A chunk stays leased while a worker may load
+    it, and while it is being verified or copied. Leases that end together end from the last chunk to the first. A group
+    that forgets (such as one with a sliding window) has only the last chunks of the hit.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GroupChunks:
         self._checked: dict[int, Checked] = {}  # by place
         self._share = share
         self._num_readers = num_readers
-        self._have_read: set[int] = set()  # ids of instances
+        self._have_read: set[int] = set()  # ids of the workers that have loaded chunks
         self._is_held = np.arange(num_chunks) >= self.first  # leased, or waited for
         self._is_wanted = self._is_held.copy()
         self._is_being_verified = np.zeros(self.end, np.bool_)
@@ -110,25 +110,25 @@ class GroupChunks:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the promise that were cached when they were leased."""
+        """Length of the hit in chunks at the time when its chunks were leased."""
         return len(self._names)
 
     @property
     def are_good(self) -> npt.NDArray[np.bool_]:
-        """Whether each chunk of the promise is verified."""
+        """Array that says for each chunk of the original hit whether the chunk is verified."""
         return self._is_good & (np.arange(self.num_chunks) >= self.first)
 
     @property
     def is_over(self) -> bool:
-        """Whether no chunk is leased or waited for."""
+        """Whether no chunk is leased or being fetched any more."""
         return not self._is_held.any()
 
     def needed_of(self, chunks: range) -> range:
-        """Return which of these chunks the group needs to continue after the last of them."""
+        """Return those of *chunks* that the group needs so that the computation can continue after the last one."""
         return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
 
     def has(self, load: range) -> bool:
-        """Return whether all chunks that the group needs for this load are still leased for loading."""
+        """Return whether all chunks that the group needs for loading the chunks *load* are still leased for it."""
         chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
@@ -142,7 +142,7 @@ class GroupChunks:
         return [int(slot) for slot in self._fetch.slots[chunks.start - self.first : chunks.stop - self.first]]
 
     def verify_arrived(self) -> None:
-        """Start to verify the chunks that have arrived since the last call."""
+        """Start to verify the chunks that have arrived in host memory since the last call."""
         places = [place for place in self._arrived if place < self.end and self._is_held[place]]
         self._arrived = []
         if not places:
@@ -162,7 +162,7 @@ class GroupChunks:
 
     @property
     def checked(self) -> list[Checked]:
-        """Entries of the verifier for this group's chunks."""
+        """Entries that the `Verifier` returned for this group's chunks."""
         return list(self._checked.values())
 
     def cut(self, end: int) -> None:
@@ -176,13 +176,13 @@ class GroupChunks:
         self.let_go()
 
     def begin_reading(self, instance: Instance, load: range, now: float) -> list[int]:
-        """Record that the worker begins to copy the chunks that this load needs; return their slots."""
+        """Record that the worker begins to copy the chunks that it needs for *load*; return their slots."""
         chunks = self.needed_of(load)
         self.readings.append(Reading(instance, load, chunks, now))
         return self.slots(chunks)
 
     def end_reading(self, reading: Reading) -> None:
-        """Record that the worker has copied the chunks, or never will."""
+        """Record that this copy of a worker has ended, or will never take place."""
         self.readings.remove(reading)
         self._have_read.add(reading.instance.instance_id)
         if len(self._have_read) >= self._num_readers:
@@ -194,7 +194,7 @@ class GroupChunks:
         self._tiers.tiers.refresh(self.group_id, names, were_read)
 
     def let_go(self) -> None:
-        """End the leases that nothing needs any more."""
+        """End the leases on chunks that no load, copy or verification needs any more."""
         needed = self._is_wanted.copy()
         needed[self.end :] = False
         needed |= self._is_being_verified
@@ -237,17 +237,17 @@ class GroupChunks:
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """A promise to an engine that its workers can load chunks of one prefix, from chunk number *first* on.
+    """A promise to an engine that its workers can load chunks of one prompt, from chunk number *first* on.
 
-    The promise is settled when it is known how many chunks can be loaded. Then the first `num_chunks` of *blocks* are
-    in host memory, leased and verified, for each of the promise's ranks.
+    The promise is settled as soon as it is known how many chunks can be loaded. From then on, the first `num_chunks` of
+    *blocks* are in host memory, leased and verified, for each of the promise's ranks.
 
     *before* names the chunks before *first*, which the engine itself has. They must be cached too, but are not leased.
     If some of them are missing, nothing is promised. Then the engine is told where the cached chunks end, and stores
     the missing ones again.
     """
 
-    client: Client[list[bytes]]  # that has sent the request
+    client: Client[list[bytes]]  # client that has sent the request
     request_id: str
     tiers: LayoutTiers
     blocks: NamedBlocks
@@ -261,7 +261,7 @@ class Promise:
     before: Sequence[BlockName] = ()
     num_before: int = 0  # how many of the first chunks of *before* are cached
     misses: Misses = NO_MISSES  # why chunks cannot be loaded; positions are in chunks
-    chunks: list[GroupChunks] = field(default_factory=list)  # empty while it waits for stores
+    chunks: list[GroupChunks] = field(default_factory=list)  # empty until chunks are leased
     former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
     lost: set[tuple[int, int]] = field(default_factory=set)  # chunks that cannot be loaded, as pairs of group and place
     inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
@@ -277,32 +277,33 @@ class Promise:
 
     @property
     def every(self) -> list[GroupChunks]:
-        """All group chunks that may have leases."""
+        """Chunks of all groups that may have leases, including those of an earlier, longer hit."""
         return [*self.chunks, *self.former]
 
     @property
     def forgets(self) -> bool:
-        """Whether a shorter hit may need chunks that this hit does not need."""
+        """Whether some group forgets (such as one with a sliding window), so that a shorter hit needs other chunks."""
         return any(group.forgets for group in self.groups.values())
 
     @property
     def hit_end(self) -> int:
-        """End of the hit that a lookup reports, in chunks from the beginning of the prefix."""
+        """Length of the hit that the engine is told, in chunks from the beginning of the prompt."""
         is_whole = self.num_before == len(self.before)
         return self.num_before + self.num_chunks if is_whole else self.num_before
 
     @property
     def depths(self) -> bytes:
-        """For each chunk that can be loaded, the `Tier.depth` of the coldest tier from which a group's part came."""
+        """`Tier.depth` of the slowest tier from which a part of each loadable chunk came, one byte per chunk."""
         depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
             np.maximum(depths, own.depths(self.num_chunks), out=depths)
         return depths.tobytes()
 
     def has_asked(self, missing: Mapping[int, Sequence[BlockName]]) -> bool:
-        """Query the tiers that cannot answer at once, such as a remote one; return whether all have answered.
+        """Query the slow tiers, such as the remote one, for missing chunks; return whether they have answered.
 
-        *missing* has for each group the chunks that no faster tier has. Only the first call sends the query.
+        *missing* has for each group the chunks that no faster tier has. Only the first call sends the query. Later
+        calls only check for the answers.
         """
         if self.inquiry is None:
             self.inquiry = AllOf(
@@ -311,25 +312,26 @@ class Promise:
         return self.inquiry.is_done
 
     def of_groups(self, group_ids: range) -> list[GroupChunks]:
-        """Return the chunks of these groups, all of one rank; empty if a group has none."""
+        """Return the chunks in each of these groups, which belong to one rank; empty if any group has none."""
         found = [own for own in self.chunks if own.group_id in group_ids]
         return found if len(found) == len(group_ids) else []
 
     def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
-        """Return whether the promise keeps these chunks of the prefix in these groups.
+        """Return whether all these groups still have these chunks of the prompt for loading.
 
-        Only the name of the last chunk is compared, because it depends on all chunks before it.
+        *last_name* is the name of the last chunk. No other name is compared, because a chunk's name depends on all
+        chunks before it.
         """
         parts, here = self.of_groups(group_ids), self.places(chunks)
         are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
         return are_kept and self.blocks.names[here.stop - 1] == last_name
 
     def places(self, chunks: range) -> range:
-        """Return the places of these chunks of the prefix, counted from the promise's first chunk."""
+        """Convert these chunks' numbers in the prompt into places, which count from the promise's first chunk."""
         return range(chunks.start - self.first, chunks.stop - self.first)
 
     def end(self) -> None:
-        """End the promise: no load starts from it any more."""
+        """End the promise, so that no load can start from it any more. Copies in flight continue."""
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
         for own in self.every:
@@ -337,11 +339,11 @@ class Promise:
 
 
 class Promises:
-    """The open promises. Owned by the endpoint's thread.
+    """The promises to all engines. Owned by the endpoint's thread.
 
-    Slots from which a worker may be copying stay leased while its process may still run. Otherwise the worker could
-    copy what another engine has written there. All other leases end `IDLE_S` seconds after the last message about their
-    request.
+    While a worker may be copying from slots, they stay leased as long as its process may run. Otherwise the worker
+    could copy bytes that another engine has written to these slots meanwhile. All other leases end `IDLE_S` seconds
+    after the last message about their request.
     """
 
     def __init__(
@@ -354,7 +356,8 @@ class Promises:
     ) -> None:
         """Start without promises.
 
-        *on_loaded* is called after each load, with the promise, the rank, the number of chunks and the seconds.
+        *on_loaded* is called after each load, with the promise, the rank, the number of chunks and the duration in
+        seconds.
         """
         self.counts = Counts()
         self._on_loaded = on_loaded
@@ -383,12 +386,20 @@ class Promises:
         on_settled: Callable[[Promise], None] = lambda promise: None,
         before: Sequence[BlockName] = (),
     ) -> Promise:
-        """Begin to find out how many of the *blocks* can be loaded by *num_readers* workers for each of the *ranks*.
+        """Make a promise of the *blocks* that are cached, and begin to read them into host memory.
 
-        *like* is any worker with the layout of the request. *first* is the number of the first block among the prompt's
-        chunks. After *max_s* seconds, or after the disk's read timeout if that is shorter, the prefix that has arrived
-        counts. *on_settled* is called when the number of chunks is known, unless the request ends before. *before*
-        names the chunks before the *blocks*; if one of them is not cached, nothing can be loaded.
+        Args:
+            client: Client that has sent the request.
+            request_id: Id of the request.
+            like: Any worker with the layout of the request.
+            blocks: Chunks to load.
+            ranks: Ranks whose workers will load the chunks.
+            num_readers: Number of workers that load the chunks of each rank.
+            first: Number of the first block among the prompt's chunks.
+            max_s: Time limit in seconds; the disk's read timeout also applies. At the limit, the promise is cut to the
+                chunks that have arrived.
+            on_settled: Called when the number of loadable chunks is known, unless the request ends earlier.
+            before: Names of the chunks before the *blocks*. If one of them is not cached, nothing is promised.
         """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
@@ -403,14 +414,14 @@ class Promises:
         return promise
 
     def of_request(self, request_id: str) -> list[Promise]:
-        """Return the request's promises that have not ended, newest first, and restart their idle time."""
+        """Return the request's promises that have not ended, newest first, and restart their idle timeout."""
         promises = [promise for promise in self._promises.get(request_id, ()) if not promise.is_ended]
         for promise in promises:
             promise.heard_at = self._clock()
         return promises[::-1]
 
     def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
-        """Record that no worker will load these chunks of the request's prefix from the promises to this client."""
+        """Record that no worker will load these chunks of the prompt for this request of this client."""
         for promise in self.of_request(request_id):
             if promise.client is not client:
                 continue
@@ -419,7 +430,7 @@ class Promises:
                 own.unwant(range(max(0, here.start), max(0, here.stop)))
 
     def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
-        """Record that the worker has loaded these chunks of the request's prefix, or will not.
+        """Record that the worker has loaded these chunks of the request's prompt, or has given up.
 
         This ends only the oldest load of these chunks, because another load of the same chunks may be in flight.
         """
@@ -433,7 +444,7 @@ class Promises:
             self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
-        """End the promises to this client's request. Chunks that a worker is copying stay leased until it has finished.
+        """End the promises to this client's request. Chunks stay leased while a worker copies them.
 
         A request of another engine with the same id is not affected.
         """
@@ -443,7 +454,7 @@ class Promises:
         self._forget_those_over()
 
     def is_read_by(self, client: Client[list[bytes]]) -> bool:
-        """Return whether a worker of this connection copies chunks out of the segment."""
+        """Return whether a worker of this connection may be copying chunks out of the segment."""
         return any(
             reading.instance.client is client for promise in self for own in promise.chunks for reading in own.readings
         )
@@ -538,7 +549,8 @@ class Promises:
     def _begin_chunks(self, promise: Promise) -> bool:
         """Lease the cached chunks of all groups, within the client's share.
 
-        Returns False if a missing chunk may be cached in a moment.
+        Returns False, and leases nothing, if the caller should try again later: either a missing chunk may soon be
+        cached, or many other chunks are being read from disk for the client.
         """
         tiers, names = promise.tiers, promise.blocks.names
         lasting = [group_id for group_id, group in promise.groups.items() if not group.forgets]
@@ -570,9 +582,9 @@ class Promises:
         return True
 
     def _may_come(self, promise: Promise, missing: Mapping[int, Sequence[BlockName]]) -> bool:
-        """Return whether some of these missing chunks, given by group, may be cached in a moment.
+        """Return whether some of these missing chunks, given by group, may soon be cached.
 
-        In a group that needs all chunks, only the first missing one is considered.
+        In a group that needs all chunks of a prefix, only the first missing chunk counts.
         """
         now, tiers = self._clock(), promise.tiers
         if now >= promise.give_up_at:
@@ -588,10 +600,7 @@ class Promises:
         )
 
     def _time_out(self, promise: Promise) -> None:
-        """Settle a promise whose time limit has passed, with the chunks that are verified for all ranks.
-
-        Reads may be late because the disk hangs, or only because its queue is long.
-        """
+        """Settle a promise whose time limit has passed, with the longest hit that is verified for all ranks."""
         promise.is_begun = True
         end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
@@ -609,7 +618,7 @@ class Promises:
     def _oldest_load(
         self, request_id: str, group_ids: range, instance: Instance, chunks: range
     ) -> tuple[Promise, list[tuple[GroupChunks, Reading]]] | None:
-        """Return the readings of the worker's oldest load of these chunks that is in flight, one for each group."""
+        """Return the worker's oldest load of these chunks in flight: its promise, and its `Reading` in each group."""
         found = []
         for promise in self._promises.get(request_id, ()):
             load = promise.places(chunks)

@@ -14,7 +14,7 @@ from kvtier.sidecar.lmcache.wire import GroupLayout, Key, Refused, Registration
 from kvtier.sidecar.port import Client
 
 MAX_INSTANCES = 1024
-MAX_PINGED = 4096  # unknown instances that are remembered
+MAX_PINGED = 4096  # workers that are not attached, and whose first ping is remembered
 
 
 @dataclass(eq=False, slots=True)
@@ -30,9 +30,12 @@ class Instance:
         """Return the rank of the key's chunks. Raise `Refused` if the key does not match the worker's layout."""
         layout = self.layout
         if (key.model_name, key.world_size) != (layout.model, layout.world_size):
-            raise Refused("foreign_key", "a worker's key has another model or world size than its registration")
+            raise Refused("foreign_key", "a worker requests chunks of another model or world size than registered")
         if key.worker_id is None or key.worker_id >= layout.world_size:
-            raise Refused("foreign_key", f"a worker's key has rank {key.worker_id} of {layout.world_size} ranks")
+            raise Refused(
+                "foreign_key",
+                f"a worker requests chunks of rank {key.worker_id}, but its layout has {layout.world_size} ranks",
+            )
         return key.worker_id
 
 
@@ -62,7 +65,7 @@ class Registrations:
     def add(self, client: Client[list[bytes]], instance_id: int, layout: AnyChunkLayout) -> Instance:
         """Attach a worker that is not attached. Raise `LayoutRefused` if its layout cannot be served."""
         if len(self._instances) >= MAX_INSTANCES:
-            raise LayoutRefused(f"{MAX_INSTANCES} workers are attached already")
+            raise LayoutRefused(f"{MAX_INSTANCES} workers, the maximum, are attached already; start another sidecar")
         instance = Instance(instance_id, client, layout, self._layouts.open(layout))
         self._instances[instance_id] = instance
         self._pinged.pop(instance_id, None)
@@ -78,7 +81,7 @@ class Registrations:
         if instance is None or not instance.client.is_open:
             return None
         if instance.client is not client:
-            raise Refused("foreign_worker", "a client acts for a worker that has registered at another connection")
+            raise Refused("foreign_worker", "a client sent a request for a worker that another client has registered")
         return instance
 
     def is_attached(self, instance: Instance) -> bool:
@@ -94,10 +97,10 @@ class Registrations:
         return [instance for instance in self._instances.values() if instance.client is client]
 
     def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
-        """Return False once for each worker that is not attached, otherwise True.
+        """Return False for the first ping of each worker that is not attached, and True for all other pings.
 
-        The answer False makes the worker's client register again, but only with its next ping, and only if that ping is
-        answered True.
+        After the answer False, LMCache's client registers the worker again. It does so with its next ping, and only if
+        the answer to that is True.
         """
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
@@ -109,7 +112,7 @@ class Registrations:
     def worker_of(self, model_name: str, world_size: int) -> Instance | None:
         """Return any worker of that model; None if there is none.
 
-        Raises `Refused` if the model's workers have different layouts, because a lookup names no layout.
+        Raises `Refused` if the model's workers have different layouts, because a lookup does not name its layout.
         """
         found = {
             instance.layout: instance
@@ -143,7 +146,6 @@ class Registrations:
 
 
 def _part_of(group: GroupLayout, is_single_plane: bool, chunk_tokens: int) -> ChunkPart:
-    """Return the part of a chunk that belongs to this KV cache group."""
     return ChunkPart(
         dtype=group.dtype_str,
         num_planes=group.kv_size or (1 if is_single_plane else 2),

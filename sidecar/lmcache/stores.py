@@ -24,9 +24,9 @@ NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """A store in progress of some chunks of one prefix, in one of the rank's groups.
+    """A store in progress: a worker writes chunks of one prompt into slots, in one group.
 
-    *places* has for each of the *slots* the place in *blocks* of its chunk, in ascending order.
+    The chunk in `slots[i]` is number `places[i]` of *blocks*. The places are in ascending order.
     """
 
     instance: Instance
@@ -38,9 +38,9 @@ class Store:
     places: Sequence[int]
     slots: Sequence[int]
     begun_at: float
-    digests: list[bytes] = field(default_factory=list)  # of the slots' chunks; empty until taken
-    num_taken: int = 0
-    is_void: bool = False  # must never be found
+    digests: list[bytes] = field(default_factory=list)  # of the chunks in the slots; empty until computed
+    num_taken: int = 0  # number of digests computed
+    is_void: bool = False  # whether lookups must never find the chunks
 
     @property
     def tiers(self) -> LayoutTiers:
@@ -69,9 +69,8 @@ class Stores:
     After the commit, other threads compute the chunks' digests, and then lookups can find the chunks. Uncommitted
     chunks are never found.
 
-    A reservation ends with its commit or with its worker's process. It never times out, because a thread that is
-    stopped in the middle of a copy continues it whenever it is woken up, even if other threads of the process have sent
-    requests meanwhile.
+    A reservation ends with its commit or with its worker's process. It never times out, because a stopped thread may
+    continue its copy at any later time, even if other threads of the process have sent requests meanwhile.
     """
 
     def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:
@@ -97,14 +96,14 @@ class Stores:
         blocks: NamedBlocks,
         skipped: Mapping[int, Collection[int]] = NOTHING_SKIPPED,
     ) -> list[Store]:
-        """Reserve slots for those *blocks* that are neither in host memory nor on disk; return a store per group.
+        """Reserve slots for those *blocks* that are neither in host memory nor on disk; return a `Store` per group.
 
-        If there are not enough slots for all, the first blocks get slots. *chunks* says which chunks of the request's
-        prefix the blocks are. *skipped* has by group the places of blocks that the worker does not have.
+        If there are not enough slots, the first blocks get them. *chunks* has the numbers of the blocks among the
+        prompt's chunks. *skipped* has, by group, the places in *blocks* that the worker does not have.
 
-        Returns no store while there is an earlier reservation of the same chunks for the same request. Another thread
-        of the worker may still be writing to the earlier slots. Its commit names no slots, so it would be taken for a
-        commit of the new ones.
+        Returns no `Store` while the same chunks are already reserved for the same request. Another thread of the worker
+        may still be writing to the earlier slots. A commit names no slots, so the commit of the earlier slots could not
+        be told from that of new ones.
         """
         if self._find(instance, rank, request_id, chunks):
             return []
@@ -125,7 +124,7 @@ class Stores:
         blocks: NamedBlocks,
         skipped: Collection[int],
     ) -> Store | None:
-        """Return the reservation in one group; None if no slot is needed or free."""
+        """Reserve slots in one group. Return None if no slot is needed, or none is available."""
         tiers = instance.tiers
         is_wanted = ~are_kept(tiers.tiers.find(group_id, blocks.names))
         is_wanted[list(skipped)] = False
@@ -146,7 +145,7 @@ class Stores:
         return store
 
     def commit(self, instance: Instance, rank: int, request_id: str, chunks: range) -> bool:
-        """Record that the worker has written what it reserved; return False if it has no such reservation."""
+        """Record that the worker has written to the slots reserved for *chunks*; return False if there are none."""
         found = self._find(instance, rank, request_id, chunks)
         for store in found:
             self._reserved.remove(store)
@@ -157,7 +156,7 @@ class Stores:
         return bool(found)
 
     def is_coming(self, tiers: LayoutTiers, group_id: int, name: BlockName) -> bool:
-        """Return whether the chunk has been committed, and will be visible to lookups in a moment."""
+        """Return whether the chunk has been committed, but is not visible to lookups yet."""
         return (tiers, group_id, name) in self._coming
 
     def end_instance(self, instance: Instance) -> None:
@@ -166,7 +165,7 @@ class Stores:
             self._give_up(store)
 
     def void(self, layouts: Collection[Layout]) -> None:
-        """Ensure that no lookup ever finds the chunks of the stores of these layouts that have begun."""
+        """Ensure that no lookup ever finds the chunks of these layouts that workers are storing now."""
         for store in self:
             store.is_void |= store.tiers.layout in layouts
 

@@ -1,4 +1,4 @@
-"""Tokens: the token ids of a key as received, in one of the two encodings that LMCache's clients use."""
+"""Tokens: the token ids of a request as received, in one of the two encodings that LMCache's clients use."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.sidecar.lmcache.wire import Key, Refused
 
-_HEADER_BYTES = {0xDC: 3, 0xDD: 5}  # of a msgpack array, by its first byte; other arrays have one
+_HEADER_BYTES = {0xDC: 3, 0xDD: 5}  # of a msgpack array, by its first byte; a short array has one header byte
 _WORD_BYTES = 4  # of a packed token id
 
 decode_ids = msgspec.msgpack.Decoder(list[int]).decode
@@ -19,25 +19,29 @@ decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 class Encoding(Protocol):
     """A way to write token ids as bytes.
 
-    If one encoded sequence begins with another one in the same encoding, so do their ids. Across encodings that is not
-    true, because some byte strings mean different ids in the two encodings.
+    In one encoding, two byte strings with a common beginning can be compared instead of their ids: if one string begins
+    with the other, its ids begin with the other's ids. Bytes in different encodings must not be compared, because the
+    same bytes may mean different ids.
     """
 
     def decode(self, body: bytes, num_tokens: int) -> "array[int]":
-        """Return the ids. Raise `Refused` unless all of them are numbers of 32 bits."""
+        """Return the *num_tokens* ids in *body*. Raise `Refused` unless all of them are unsigned 32-bit numbers."""
 
     def chunk_ends(self, token_ids: "array[int]", num_bytes: int, chunk_tokens: int) -> npt.NDArray[np.int64]:
-        """Return where each full chunk of *token_ids* ends in their *num_bytes* encoded bytes; empty if unknown."""
+        """Return the byte offset at which each full chunk of *token_ids* ends when they are encoded.
+
+        *num_bytes* is the number of all encoded bytes. Returns an empty array if the offsets are unknown.
+        """
 
 
 class ArrayEncoding:
-    """Elements of a msgpack array: 1 to 5 bytes for each id (lmcache 0.5.5 and 0.5.6)."""
+    """Token ids as elements of a msgpack array, 1 to 5 bytes for each id (lmcache 0.5.5 and 0.5.6)."""
 
     def decode(self, body: bytes, num_tokens: int) -> "array[int]":
         try:
             return array("I", decode_ids(b"\xdd" + num_tokens.to_bytes(4, "big") + body))
         except (msgspec.MsgspecError, OverflowError, RecursionError):
-            raise Refused("token_ids", "token ids that are not numbers of 32 bits") from None
+            raise Refused("token_ids", "a request has token ids that are not unsigned 32-bit numbers") from None
 
     def chunk_ends(self, token_ids: "array[int]", num_bytes: int, chunk_tokens: int) -> npt.NDArray[np.int64]:
         ids = np.frombuffer(token_ids, np.uint32)
@@ -48,7 +52,7 @@ class ArrayEncoding:
 
 
 class PackedEncoding:
-    """Big-endian words of 32 bits (lmcache 0.5.7)."""
+    """Token ids as big-endian 32-bit words (lmcache 0.5.7)."""
 
     def decode(self, body: bytes, num_tokens: int) -> "array[int]":
         return array("I", np.frombuffer(body, ">u4").astype(np.uint32).tobytes())
@@ -62,7 +66,10 @@ ARRAY, PACKED = ArrayEncoding(), PackedEncoding()
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The ids of a key, not decoded. *body* is `bytes`, because memoryviews are compared element by element."""
+    """The encoded token ids of a request.
+
+    *body* is `bytes`, not a memoryview, because memoryviews are compared element by element, which is slow.
+    """
 
     encoding: Encoding
     body: bytes
@@ -74,7 +81,7 @@ class Tokens:
 
 
 def tokens_of(key: Key) -> Tokens:
-    """Return the token ids of *key*. Raise `Refused` if they are not an array."""
+    """Return the token ids of *key*, still encoded. Raise `Refused` if they are not an array."""
     if key.token_bytes is not None:
         return Tokens(PACKED, key.token_bytes, len(key.token_bytes) // _WORD_BYTES)
     data = memoryview(key.token_ids)
@@ -83,5 +90,5 @@ def tokens_of(key: Key) -> Tokens:
         return Tokens(ARRAY, bytes(data[1:]), first & 0x0F)
     num_header_bytes = _HEADER_BYTES.get(first)
     if num_header_bytes is None:
-        raise Refused("token_ids", "token ids that are not an array")
+        raise Refused("token_ids", "a request's token ids are not an array")
     return Tokens(ARRAY, bytes(data[num_header_bytes:]), int.from_bytes(data[1:num_header_bytes], "big"))

@@ -1,4 +1,4 @@
-"""TokenKeys: the names of the chunks of the tokens in a key, without decoding the same tokens twice."""
+"""TokenKeys: the names of the chunks of a prompt, computed without decoding the same tokens twice."""
 
 from array import array
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.named_blocks import NamedBlocks, tenant_of
 
 MAX_BYTES = 256 << 20  # kept for all requests: over a hundred requests of 131,072 tokens
-MAX_OVER_BYTES = 32 << 20  # of them for requests that have ended: twenty requests of 131,072 tokens
+MAX_OVER_BYTES = 32 << 20  # of these, for requests that have ended: twenty requests of 131,072 tokens
 BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier request about the same document
 _OVERHEAD = 4096  # bytes per request in addition to those that grow with its tokens
 
@@ -22,7 +22,7 @@ Beginning = tuple[Encoding, str, bytes]  # encoding, salt, and the first `BEGINN
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """The tokens of one request as far as received: as encoded bytes, as ids, and as names of the full chunks."""
+    """The tokens of one request received so far: their encoded bytes, their ids, and the names of their full chunks."""
 
     salt: str
     chain: BlockChain
@@ -37,26 +37,26 @@ class Named:
 
     @property
     def beginning(self) -> Beginning | None:
-        """The key that requests about the same document share; None for a short request."""
+        """The key by which other requests about the same document find this one; None for a short request."""
         return _beginning(self.salt, self.encoding, self.encoded)
 
     def is_of(self, salt: str, tokens: Tokens) -> bool:
-        """Return whether one of the two sequences of tokens begins with the other.
+        """Return whether *tokens* begin with the known tokens, or the known tokens begin with them.
 
-        Only bytes of one encoding are compared, because the same bytes may mean other tokens in the other encoding.
+        Returns False if the salt or the encoding differs. The same bytes may mean other tokens in the other encoding.
         """
         if self.salt != salt or self.encoding is not tokens.encoding:
             return False
         return self.encoded.startswith(tokens.body) or tokens.body.startswith(self.encoded)
 
     def grow(self, tokens: Tokens) -> None:
-        """Decode and hash the new part of *tokens*, which begin with those known. Raise `Refused` for invalid ids."""
+        """Decode and hash the new part of *tokens*, which begin with the known ones. Raise `Refused` on invalid ids."""
         self.token_ids += tokens.after(len(self.encoded), len(self.token_ids))
         self.chain.extend(self.token_ids)
         self.encoded = tokens.body
 
     def shared_with(self, encoded: bytes) -> "Named":
-        """Return the full chunks at the beginning that these tokens share with *encoded*, in the same encoding."""
+        """Return the common beginning of these tokens and *encoded* (in the same encoding), cut to full chunks."""
         ends = self.encoding.chunk_ends(self.token_ids, len(self.encoded), self.chain.block_size)
         num_chunks = int(np.searchsorted(ends, _num_equal(self.encoded, encoded), "right"))
         num_tokens = num_chunks * self.chain.block_size
@@ -67,18 +67,18 @@ class Named:
 
 
 class TokenKeys:
-    """A cache of the decoded and hashed tokens of requests. Every message about a request carries all its tokens.
+    """A cache of the decoded and hashed tokens of requests. Owned by the endpoint's thread.
 
-    Each token is decoded and hashed once per request: if a message begins with the bytes of the previous one, in the
-    same encoding, only the rest is new. Several requests often share a document. So a new request takes over the common
-    tokens of the last request that had the same salt, encoding and first `BEGINNING_BYTES`.
+    Every message about a request carries all its tokens, but each token is decoded and hashed only once per request. If
+    the tokens of a message begin with the bytes of the previous message, only the rest is decoded. Several requests
+    often share a document. So a new request takes over the common tokens of the last request that had the same salt,
+    encoding and first `BEGINNING_BYTES`.
 
-    The last request with each beginning is kept even after it has ended, up to `MAX_OVER_BYTES` for all such requests.
-    Beyond this limit, and beyond `MAX_BYTES`, the least recently used request is dropped. Owned by the endpoint's
-    thread.
+    The last request with each beginning is kept even after it has ended, up to `MAX_OVER_BYTES` for all ended requests.
+    Beyond this limit, and beyond `MAX_BYTES`, the least recently used request is dropped.
 
-    A key of 131,072 tokens takes 9 ms the first time, of which msgpack takes 7.5 ms. It takes 2 ms in another request,
-    and 1.0 ms when repeated in the same request, of which msgpack takes 0.95 ms to find the end of the array.
+    A message of 131,072 tokens takes 9 ms the first time, of which msgpack takes 7.5 ms. It takes 2 ms in another
+    request. Repeated in the same request it takes 1.0 ms, of which msgpack takes 0.95 ms to find the end of the array.
     """
 
     def __init__(self, chunk_tokens: int, max_bytes: int = MAX_BYTES) -> None:
@@ -140,7 +140,7 @@ class TokenKeys:
         assert set(self._last.values()) >= self._over.keys(), "a request is kept, and found by nothing"
 
     def _begun(self, salt: str, tokens: Tokens) -> Named:
-        """Return what is already known of these tokens."""
+        """Return the chunks that an earlier request has in common with *tokens*; empty if there is no such request."""
         beginning = _beginning(salt, tokens.encoding, tokens.body)
         like = None if beginning is None else self._last.get(beginning)
         if like is not None:
@@ -172,7 +172,6 @@ class TokenKeys:
         return named
 
     def _unindex(self, named: Named) -> None:
-        """Remove the request from the index by beginning."""
         if named.beginning is not None and self._last.get(named.beginning) is named:
             del self._last[named.beginning]
 
@@ -192,7 +191,7 @@ def _beginning(salt: str, encoding: Encoding, encoded: bytes) -> Beginning | Non
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
-    """Return how many bytes at the beginning are equal."""
+    """Return the length of the common beginning of two byte strings."""
     num_bytes = min(len(one), len(other))
     differ = np.frombuffer(one, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
     first = int(differ.argmax()) if num_bytes else 0

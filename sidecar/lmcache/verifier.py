@@ -1,4 +1,4 @@
-"""Verifier: compares chunks with their digests, once for all promises that hold a chunk."""
+"""Verifier: checks chunks against their digests, once for all promises that hold a chunk."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from kvtier.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.transfer.block_memory import HostMemory
 
-FRESH_S = 1.0  # how long a result is reused for other promises
+FRESH_S = 1.0  # how long after its beginning a verification also counts for other promises
 
 Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
-"""A callback with places of chunks, and for each whether its bytes are intact; None if that cannot be known."""
+"""A callback with places in the request, and for each place whether its chunk is intact; None if that is unknown."""
 
 
 @dataclass(eq=False, slots=True)
 class Checked:
-    """A chunk that promises hold, and what is known of its bytes."""
+    """A chunk that promises hold, and the result of its last verification."""
 
     memory: HostMemory
     slot: int
@@ -27,13 +27,13 @@ class Checked:
 
 
 class Verifier:
-    """The chunks that promises hold. Each is verified once for several promises. Owned by the endpoint's thread.
+    """The chunks that promises hold, each verified once for several promises. Owned by the endpoint's thread.
 
-    Many requests for one document may come at once. So while one promise holds a chunk that is being verified, or was
-    verified less than `FRESH_S` seconds ago, the chunk is not verified again for another promise. This is as safe as
-    for the first promise, whose lease protects the slot from reuse, and whose engine copies the bytes without another
-    check. Only a process of the same user that writes to a slot without a lease could change the bytes unnoticed, and
-    `FRESH_S` limits how long. A chunk that no promise holds is always verified again.
+    Many requests for one document may arrive at once. So while a promise holds a chunk, a verification that began less
+    than `FRESH_S` seconds ago also counts for other promises. A chunk that no promise holds is always verified again.
+
+    This is safe, because the first promise's lease protects the slot from reuse. Only a process of the same user that
+    writes to a slot without a lease could change the bytes unnoticed, and `FRESH_S` limits how long.
     """
 
     def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:
@@ -46,9 +46,9 @@ class Verifier:
     ) -> list[Checked]:
         """Check whether the chunks in these slots, which the caller has leased, have these digests.
 
-        The digests are computed in the *client*'s turns, see `DigestLane`. *deliver* is not called for chunks that are
-        already known to be good. For the other chunks it is called within a later `poll` of the transfers. Returns an
-        entry for each slot, in order, which the caller later passes to `release`.
+        Returns an entry for each slot, in order, which the caller later passes to `release`. If the entry says that the
+        chunk is good, *deliver* is not called for it. For all other chunks, a later `poll` of the transfers calls
+        *deliver*. The digests are computed in the turns of *client*, see `DigestLane`.
         """
         now = self._clock()
         given: list[Checked] = []
@@ -76,7 +76,7 @@ class Verifier:
                 self._drop(checked)
 
     def check(self, given: Iterable[Checked]) -> None:
-        """Raise AssertionError unless *given* is all that has not been released."""
+        """Raise AssertionError unless *given* are exactly the entries that have not been released."""
         holders = Counter(given)
         assert all(checked.num_holders == num for checked, num in holders.items()), "holders are miscounted"
         assert holders.keys() >= set(self._held.values()), "a chunk is known that no promise holds"

@@ -46,10 +46,10 @@ class RequestConfigs(Struct, frozen=True):
 
 
 class Key(Struct, frozen=True):
-    """Chunks of a sequence of tokens.
+    """The chunks that a request is about: those of a prompt's tokens from *start* to *end*.
 
-    *token_ids* is an array as received, checked to be complete but not decoded (lmcache 0.5.5 and 0.5.6). *token_bytes*
-    has big-endian words of 32 bits instead (0.5.7).
+    The ids of the tokens come in one of two fields. *token_ids* is a msgpack array as received, checked to be complete
+    but not decoded (lmcache 0.5.5 and 0.5.6). *token_bytes* has big-endian 32-bit words (0.5.7).
     """
 
     model_name: _Name
@@ -66,7 +66,7 @@ class Key(Struct, frozen=True):
 
     @property
     def wants_no_load(self) -> bool:
-        """Whether the request's caller has asked to load nothing for it."""
+        """Whether the user who sent the prompt has asked that no chunks be loaded for it."""
         return self.request_configs is not None and bool(self.request_configs.skip_load)
 
     @property
@@ -81,9 +81,9 @@ class Key(Struct, frozen=True):
     def __post_init__(self) -> None:
         """Raise ValueError unless the key has its token ids in exactly one of the two forms."""
         if (self.token_bytes is None) == (not self.token_ids):
-            raise ValueError("a key needs token_ids or token_bytes, and not both")
+            raise ValueError("a key needs either token_ids or token_bytes, and not both")
         if self.token_bytes is not None and len(self.token_bytes) % 4:
-            raise ValueError("token_bytes are not words of 32 bits")
+            raise ValueError("the length of token_bytes is not a multiple of 4")
 
 
 class GroupLayout(Struct, frozen=True):
@@ -100,7 +100,10 @@ class GroupLayout(Struct, frozen=True):
 
 
 class Registration(Struct, frozen=True):
-    """A worker's layout. *group_layouts* is empty for one KV cache group, and from lmcache 0.5.5 and 0.5.6."""
+    """A worker's description of its KV cache.
+
+    *group_layouts* is empty if the worker has only one KV cache group. lmcache 0.5.5 and 0.5.6 never send it.
+    """
 
     instance_id: int
     model_name: _Name
@@ -115,7 +118,7 @@ class Registration(Struct, frozen=True):
 
 
 class Pool(Struct, frozen=True):
-    """The answer to a registration: the segment for the worker to map."""
+    """The answer to a registration: the shared memory that the worker has to map (the segment)."""
 
     shm_name: str
     pool_size: int
@@ -131,7 +134,7 @@ class Slot(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """Slots to store chunks into.
+    """Slots in which a worker may store chunks.
 
     For each slot, *chunk_indices* has its chunk's place in the requested range, and *group_ids* its KV cache group.
     """
@@ -158,7 +161,7 @@ class NoEvents(Struct, frozen=True):
 
 
 class NoModule(Struct, frozen=True):
-    """The answer to a call of one of the server's modules, of which there are none."""
+    """The answer to a call of a server module. The sidecar has no modules, so every call fails."""
 
     success: bool = False
     payload: bytes = b""
@@ -166,7 +169,7 @@ class NoModule(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """The answer to `prepare_retrieve`. If *success*, *context* has a slot for each needed chunk of the range."""
+    """The answer to `prepare_retrieve`. If *success*, *context* has a slot for each chunk that the worker needs."""
 
     success: bool = False
     data: bytes = b""
@@ -175,7 +178,7 @@ class Loaded(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The name and payload of an operation, and the answer to a refused request."""
+    """An operation of the protocol: its name, the decoders of its payload, and the answer to a refused request."""
 
     name: str
     payload: tuple[msgspec.msgpack.Decoder[Any] | None, ...] = ()  # None: any value
@@ -183,19 +186,19 @@ class Operation:
     newer: msgspec.msgpack.Decoder[Any] | None = None  # for a last frame that older clients do not send
 
     def decode(self, frames: Sequence[bytes]) -> list[Any]:
-        """Return the values of the payload. Raise `Refused` unless they are what the operation carries."""
+        """Return the values in the payload frames. Raise `Refused` if their number or a value is invalid."""
         decoders = self.payload
         if self.newer is not None and len(frames) > len(decoders):
             decoders = (*decoders, self.newer)
         if len(frames) != len(decoders):
-            raise Refused("payload", f"{self.name} has {len(frames)} payload frames, not {len(decoders)}")
+            raise Refused("payload", f"a {self.name} request has {len(frames)} payload frames, not {len(decoders)}")
         try:
             return [
                 None if decoder is None else decoder.decode(frame)
                 for decoder, frame in zip(decoders, frames, strict=True)
             ]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise Refused("payload", f"{self.name}: {_first_words(error)}") from None
+            raise Refused("payload", f"a {self.name} request is invalid: {_first_words(error)}") from None
 
 
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
@@ -241,7 +244,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
     try:
         number = cast("int | str", _decode_number(frame))
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise Refused("operation", "an operation that is neither a number nor a name") from None
+        raise Refused("operation", "a request's operation is neither a number nor a name") from None
     version, other = _OLD_CHUNK_SIZE.get(number), _OTHER_MODE.get(number)
     if version is not None and not num_payload:
         raise Refused(
@@ -272,9 +275,9 @@ def is_number(frame: bytes) -> bool:
 def check_salt(salt: str) -> None:
     """Raise `Refused` for a salt that LMCache's own clients cannot send."""
     if FORBIDDEN_IN_SALTS & set(salt):
-        raise Refused("salt", "a cache_salt with one of the characters @ / \\ NUL")
+        raise Refused("salt", "a request's cache_salt has one of the characters @ / \\ NUL")
 
 
 def _first_words(error: Exception) -> str:
-    """Return what is wrong, without any text that may come from the client's message."""
+    """Return a short description of *error* that quotes nothing from the client's message."""
     return str(error)[:200] if isinstance(error, msgspec.MsgspecError) else type(error).__name__

@@ -1,4 +1,4 @@
-"""ZMTP 3.0, the accepting side: the messages of a ZeroMQ DEALER on a stream of bytes, and the replies to it."""
+"""The server's side of ZMTP 3.0, ZeroMQ's protocol on a byte stream: messages of a DEALER socket, and replies to it."""
 
 import struct
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ class Zmtp:
         return len(self._buffer) + self._num_frame_bytes
 
     def receive(self, data: bytes, limit: int | None = None) -> list[list[bytes]]:
-        """Return at most *limit* of the messages that are complete with *data*, each a list of frames.
+        """Add *data* to the received bytes. Return at most *limit* complete messages, each a list of frames.
 
-        Later messages stay in the buffer, because as lists they take twenty times the memory; they are returned by the
-        next calls. Raises `Garbage` if the connection has to end.
+        Further messages stay in the buffer until the next calls, because lists of frames take twenty times the memory.
+        Raises `Garbage` if the data is invalid, so that the connection has to end.
         """
         self._buffer += data
         messages: list[list[bytes]] = []
@@ -64,11 +64,11 @@ class Zmtp:
         """Check the part of the greeting that has arrived, and return how many bytes have been processed."""
         head = bytes(self._buffer[:GREETING_BYTES])
         if head[:1] not in (b"", b"\xff") or (len(head) > 9 and head[9] != 0x7F) or (len(head) > 10 and head[10] < 3):
-            raise Garbage("the greeting is not that of ZMTP 3")
+            raise Garbage("a client's greeting is not that of ZMTP 3")
         if len(head) < GREETING_BYTES:
             return 0
         if head[12:32].rstrip(b"\0") != b"NULL":
-            raise Garbage("a security mechanism other than NULL")
+            raise Garbage("a client uses a security mechanism other than NULL")
         self._is_greeted = True
         self.to_send += _frame_of(_COMMAND, _READY)
         return GREETING_BYTES
@@ -80,7 +80,7 @@ class Zmtp:
             return None
         flags = buffer[start]
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
-            raise Garbage("a frame of no known kind")
+            raise Garbage("a client sent a frame of an unknown kind")
         body = start + 2
         if flags & _LONG:
             body = start + 9
@@ -90,7 +90,7 @@ class Zmtp:
         else:
             num_bytes = buffer[start + 1]
         if self._num_frame_bytes + num_bytes > MAX_MESSAGE_BYTES:
-            raise Garbage(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+            raise Garbage(f"a client sent a message of more than {MAX_MESSAGE_BYTES} bytes")
         end = body + num_bytes
         if len(buffer) < end:
             return None
@@ -105,27 +105,27 @@ class Zmtp:
         name = body[1 : 1 + body[0]] if body else b""
         if name == b"READY" and not self._is_ready:
             if _properties(body[1 + len(name) :]).get(b"socket-type") != b"DEALER":
-                raise Garbage("a socket that is not a DEALER")
+                raise Garbage("a client's socket is not a DEALER")
             self._is_ready = True
         elif name == b"PING" and self._is_ready:  # ZMTP 3.1: a ttl, then a context to send back
             self.to_send += _frame_of(_COMMAND, b"\4PONG" + body[7:23])
         elif name not in (b"PONG", b"SUBSCRIBE", b"CANCEL"):
-            raise Garbage("a command that is not known or not due")
+            raise Garbage("a client sent a command that is unknown or not expected now")
 
     def _message_frame(self, frame: bytes, has_more: bool, messages: list[list[bytes]]) -> None:
         if not self._is_ready:
-            raise Garbage("a message before the handshake")
+            raise Garbage("a client sent a message before the handshake")
         self._frames.append(frame)
         self._num_frame_bytes += len(frame)
         if len(self._frames) > MAX_FRAMES:
-            raise Garbage(f"a message of more than {MAX_FRAMES} frames")
+            raise Garbage(f"a client sent a message of more than {MAX_FRAMES} frames")
         if not has_more:
             messages.append(self._frames)
             self._frames, self._num_frame_bytes = [], 0
 
 
 def message_bytes(frames: Sequence[bytes]) -> bytes:
-    """Return the bytes of a message to send."""
+    """Encode the frames of one message as the bytes to send."""
     *first, last = frames
     return b"".join([*(_frame_of(_MORE, frame) for frame in first), _frame_of(0, last)])
 
@@ -137,17 +137,17 @@ def _frame_of(flags: int, body: bytes) -> bytes:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the peer's properties, by name in lower case."""
+    """Return the properties in a READY command, by name in lower case."""
     properties: dict[bytes, bytes] = {}
     place = 0
     while place < len(data):
         value = place + 1 + data[place] + 4
         if value > len(data):
-            raise Garbage("properties that end too early")
+            raise Garbage("a client sent a READY command that ends within its properties")
         (num_bytes,) = struct.unpack_from(">I", data, value - 4)
         end = value + num_bytes
         if end > len(data):
-            raise Garbage("properties that end too early")
+            raise Garbage("a client sent a READY command that ends within its properties")
         properties[data[place + 1 : value - 4].lower()] = data[value:end]
         place = end
     return properties

@@ -1,1 +1,1 @@
-"""The endpoint at which kvtier's own engines attach."""
+"""The endpoint for engines that attach with kvtier's own protocol rather than LMCache's."""

@@ -19,18 +19,18 @@ MAX_MODEL_CHARACTERS = 256
 
 
 class BlockSlots:
-    """The slots for blocks of one size, see `SlotMemory`.
+    """The slots for blocks of one size in the segment (host memory that engines map), see `SlotMemory`.
 
-    Slot s is the bytes from s * *block_bytes* up to (s + 1) * *block_bytes* of the segment. So an engine can map all
-    slots as one array. A slot across the end of an extent belongs to no extent, and is not used.
+    Slot s begins at byte s * *block_bytes* of the segment, so an engine can map all slots as one array. The segment is
+    cut into extents. A slot that crosses the end of an extent is not used.
     """
 
     num_copiers = 1
 
     def __init__(self, segment: Segment, extent_bytes: int, block_bytes: int) -> None:
-        """Create the slots. *block_bytes* must divide *extent_bytes* or be at most half of it.
+        """Create the slots.
 
-        Then every extent has at least one slot.
+        *block_bytes* must divide *extent_bytes* or be at most half of it, so that every extent has at least one slot.
         """
         self.block_bytes = block_bytes
         self.num_host_slots = segment.num_bytes // block_bytes
@@ -59,7 +59,7 @@ class BlockSlots:
 
 
 class BlockShape(NamedTuple):
-    """A `BlockGroup` whose blocks have *block_size* tokens and *block_bytes* bytes."""
+    """A group of equal blocks (see `BlockGroup`), of *block_size* tokens and *block_bytes* bytes each."""
 
     block_size: int
     forgets: bool
@@ -70,7 +70,8 @@ class BlockShape(NamedTuple):
 class BlockLayout:
     """The layout of a kvtier engine, see `Layout`.
 
-    *namespace* is the engine's own digest (16 bytes) of all that decides the bytes of a block, including the weights.
+    The engine computes *namespace*, a digest (16 bytes) of everything except the prompt that determines the bytes of a
+    block, such as the model's weights.
     """
 
     namespace: bytes
@@ -95,7 +96,7 @@ class BlockLayout:
 
     @property
     def digest(self) -> bytes:
-        """Digest of namespace and groups, because engines might use one namespace with different groups."""
+        """Digest of the namespace and the groups. Engines with one namespace may still have different groups."""
         shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
         return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
 

@@ -26,9 +26,10 @@ BOOT_BYTES = 16
 
 
 class Mappers:
-    """The connections of processes that map the segment (host memory), by engine. Owned by the sidecar's thread.
+    """The processes of each engine that map the segment (host memory), each with a connection of its own.
 
-    A connection that the sidecar has ended counts until the process has closed its end too.
+    Such a process may copy from or to the segment. It counts until it has closed its end of the connection, even if the
+    sidecar has ended the connection earlier. Owned by the sidecar's thread.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Mappers:
 
 
 def process_name(client: Client[bytes]) -> str:
-    """Return a name for the client's process, with its process id, which is 0 for another pid namespace."""
+    """Return a name with the id of the client's process. The id is 0 if the process is in another pid namespace."""
     return f"process {peer(client.connection).pid}"
 
 
@@ -81,9 +82,9 @@ class _Attached(NamedTuple):
 class EngineEndpoint:
     """The endpoint for kvtier's own engines, where each connection is one engine with one session: see `wire`.
 
-    A request is answered in the same turn, except for blocks that must be read from disk. An engine that sends an
-    invalid message loses its connection at once, and its leases when none of its processes can copy any more. Other
-    engines are not affected.
+    A request is answered at once, unless the answer has to wait for the disk, the remote tier or the end of a clear. An
+    engine that sends an invalid message loses its connection at once. Its leases end when none of its processes can
+    copy any more. Other engines are not affected.
 
     Owned by the sidecar's thread, whose loop polls the transfers and tiers, and then calls `tick` and `receive`.
     """
@@ -91,7 +92,7 @@ class EngineEndpoint:
     def __init__(
         self, port: Port[bytes], layouts: Layouts, refusals: Refusals, clock: Callable[[], float], program: str
     ) -> None:
-        """Start without engines. *program* is this program's name and version, which engines are sent for display."""
+        """Start without engines. *program* is this program's name and version, which engines display."""
         self._port = port
         self._layouts = layouts
         self._refusals = refusals
@@ -108,7 +109,7 @@ class EngineEndpoint:
 
     @property
     def file(self) -> int:
-        """A descriptor that is readable until all frames that have arrived were processed."""
+        """A file descriptor that is readable while there are frames to process."""
         return self._port.fileno()
 
     @property
@@ -146,8 +147,8 @@ class EngineEndpoint:
     def close(self) -> None:
         """Stop receiving frames, and end every connection and lease.
 
-        After this call, no block may be put into any slot, because engines may still write to slots that they had
-        leased.
+        Engines may still be copying from or to the slots that they had leased. So after this call, no other block may
+        be put into any slot.
         """
         self._port.close()
         for session, _, _ in self._sessions.values():
@@ -164,14 +165,14 @@ class EngineEndpoint:
                 session.void()
 
     def clients(self) -> list[AttachedClient]:
-        """Return all attached engines, by value."""
+        """Return a snapshot of the attached engines."""
         return [
             AttachedClient(_name(client), session.since, feed.tiers.layout, tuple(session.leases()))
             for client, (session, feed, _) in self._sessions.items()
         ]
 
     def counts(self) -> ConnectorCounts:
-        """Return the counters that every endpoint has, by value."""
+        """Return a snapshot of the counters that every kind of endpoint has."""
         counts = self._counts
         return ConnectorCounts(
             "engine",
@@ -255,7 +256,10 @@ class EngineEndpoint:
         elif len(message.engine) != wire.ENGINE_BYTES:
             raise Malformed(f"the engine's number has {len(message.engine)} bytes, not {wire.ENGINE_BYTES}")
         elif len(self._layouts.quarantine) >= MAX_CLIENTS:
-            why = f"slots of {MAX_CLIENTS} engines are in quarantine; end the processes that /leases names, then retry"
+            why = (
+                f"slots of {MAX_CLIENTS} engines are in quarantine; "
+                "end the processes that /v1/kvtier/leases names, then retry"
+            )
             self._refuse(client, "quarantine", why)
         else:
             return True
@@ -267,7 +271,7 @@ class EngineEndpoint:
         self._port.send(client, frame_of(welcome), segment.file)
 
     def _feed(self, layout: BlockLayout) -> Feed:
-        """Return the feed of the layout. Create the layout's tiers if it is new."""
+        """Return the layout's feed. If the layout is new, create its tiers and its feed first."""
         feed = self._feeds.get(layout)
         if feed is None:
             events = EventLog()
@@ -307,7 +311,7 @@ class EngineEndpoint:
     def _answer(self, client: Client[bytes], feed: Feed, answer: wire.FromSidecar) -> None:
         """Send the latest insertions and evictions, and then the answer, which depends on them.
 
-        So an engine that is given a slot knows already which block has been evicted from the slot.
+        So before an engine is given a slot, it has been told which block was evicted from the slot.
         """
         feed.tell()
         self._port.send(client, frame_of(answer))
@@ -317,7 +321,7 @@ class EngineEndpoint:
             feed.tell()
 
     def _answer_cleared(self) -> None:
-        """Answer the engines that have requested a clear of which all evictions have been reported."""
+        """Send `Cleared` to the engines whose clear is complete, after all evictions have been reported to them."""
         waiting, self._clearing = self._clearing, []
         for client, feed in waiting:
             if feed.tiers.tiers.is_forgetting:
@@ -363,7 +367,7 @@ class EngineEndpoint:
         self._layouts.quarantine.hold("engine", client_then, holders, let_go)
 
     def _end_earlier(self, number: bytes) -> None:
-        """End the earlier leases of an engine that attaches again: it no longer copies from or to their slots."""
+        """End the earlier leases of an engine that attaches again. It no longer copies from or to their slots."""
         self._ended.pop(number, None)
         self._layouts.quarantine.poll()
         for client, attached in list(self._sessions.items()):

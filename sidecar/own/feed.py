@@ -56,12 +56,12 @@ class Feed:
         self._stated_at = float("-inf")
 
     def attach(self, client: Client[bytes]) -> None:
-        """Start to feed this engine."""
+        """Begin to send this engine the changes and the pages."""
         self._clients[client] = self._all_there_is()
         self._port.send(client, frame_of(self.state()))
 
     def detach(self, client: Client[bytes]) -> None:
-        """Stop feeding this engine."""
+        """Stop sending to this engine."""
         del self._clients[client]
 
     def tell(self) -> None:
@@ -72,7 +72,7 @@ class Feed:
                 self._send(frame)
 
     def go_on(self) -> None:
-        """Send the next page to each engine that reads and has not been sent all pages."""
+        """Send the next page of cached blocks to each engine that lacks pages, unless it has too many unread bytes."""
         for client, pages in list(self._clients.items()):
             if pages is None or not _may_be_told(client):
                 continue
@@ -146,7 +146,10 @@ class Feed:
         return frame_of(InHost(group_id, joined(names), packed(slots[there])))
 
     def _all_there_is(self) -> Iterator[bytes]:
-        """Yield frames that together list every block that stays cached until the last frame; some may be empty."""
+        """Yield pages: frames that list the cached blocks.
+
+        Each block that stays cached until the last frame is in one of the frames. A frame may be empty.
+        """
         index = self.tiers.tiers.index
         for group_id, host in enumerate(index.host):
             start = 0

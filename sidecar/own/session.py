@@ -47,7 +47,10 @@ class SessionCounts:
 
 @dataclass(eq=False, slots=True)
 class Fetched:
-    """One fetch of the engine. *is_open* says for each block whether it is leased or waited for."""
+    """One fetch of the engine: blocks to be leased in host memory, after they are read from disk if necessary.
+
+    *is_open* says for each block whether it is leased or still awaited.
+    """
 
     fetch: LocalFetch
     is_open: npt.NDArray[np.bool_]
@@ -59,7 +62,7 @@ class Fetched:
 
 
 class Asked(NamedTuple):
-    """An inquiry of the engine that is not answered yet."""
+    """An inquiry that is not answered yet: the engine asks which of these blocks the remote tier has."""
 
     inquiry: Inquiry
     group_id: int
@@ -67,14 +70,14 @@ class Asked(NamedTuple):
 
 
 class Session:
-    """The leases of one engine, which end with the session. Owned by the sidecar's thread.
+    """The requests of one engine, and its leases on blocks and slots in host memory. Owned by the sidecar's thread.
 
     Every method that takes a message checks the message before it does anything. It raises `Malformed` for a message
     that no correct engine sends.
     """
 
     def __init__(self, tiers: LayoutTiers, counts: SessionCounts, share: Share, clock: Callable[[], float]) -> None:
-        """Start without leases. *share* is the engine's share of host memory, in which its leases count."""
+        """Start without leases. *share* counts the engine's leases, and limits the host memory that it may lease."""
         self.tiers = tiers
         self._share = share
         self.since = clock()
@@ -90,14 +93,14 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine waits for blocks that it wants now, or for an answer."""
+        """Whether the engine waits for blocks that it needs at once, or for the answer to an inquiry."""
         return bool(self._inquiries) or any(
             each.fetch.is_reading and not each.is_for_later for each in self._fetches.values()
         )
 
     @property
     def waits_since(self) -> float:
-        """Start of the oldest fetch that the engine waits for; infinity if there is none."""
+        """Start of the oldest fetch whose blocks the engine needs at once and waits for; infinity if there is none."""
         waiting = (each for each in self._fetches.values() if each.fetch.is_reading and not each.is_for_later)
         return min((each.begun_at for each in waiting), default=float("inf"))
 
@@ -165,13 +168,13 @@ class Session:
                 yield wire.Inquired(number, wire.joined(list(compress(asked.names, is_remote.tolist()))))
 
     def take_fetched(self) -> Iterator[wire.Fetched]:
-        """Yield the results of fetches that the engine was not sent yet."""
+        """Yield the results of fetches that have not been sent to the engine yet."""
         for number, fetched in list(self._fetches.items()):
             if fetched.landed or fetched.failed:
                 yield from self._told(number, fetched)
 
     def release(self, message: wire.Release) -> None:
-        """End leases, or stop waiting for blocks. Ignored for a fetch that is over, because it has no leases."""
+        """End the leases on these blocks of a fetch, or stop waiting for them. Do nothing if the fetch is over."""
         fetched = self._fetches.get(message.number)
         if fetched is None:
             return
@@ -239,7 +242,7 @@ class Session:
         """Record that these blocks were used."""
         names = self._names(message.group, message.names)
         if len(message.were_read) not in (0, len(names)):
-            raise Malformed(f"{len(names)} blocks were used, but {len(message.were_read)} blocks have an origin")
+            raise Malformed(f"a Refresh has {len(names)} blocks, but {len(message.were_read)} values in were_read")
         were_read = dict(zip(names, map(bool, message.were_read), strict=False))
         names = list(dict.fromkeys(names))
         self.tiers.refresh(message.group, names, [were_read[name] for name in names] if were_read else ())
@@ -254,7 +257,10 @@ class Session:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """Fail the blocks that are being read or wait for a slot, because no read has ended for too long."""
+        """Fail the blocks that the engine needs at once, and that are being read or wait for a slot.
+
+        Called when no read has ended for too long.
+        """
         for fetched in self._fetches.values():
             fetch = fetched.fetch
             if not fetch.is_reading or fetched.is_for_later:
@@ -273,7 +279,7 @@ class Session:
             fetched.fetch.time_out()
 
     def stop_listening(self) -> None:
-        """Stop waiting for blocks, and end the leases that were not reported to the engine.
+        """Stop waiting for blocks, and end the leases that the engine has not been told of.
 
         Leases that the engine knows of stay until `end`, because one of its processes may be copying from or to their
         slots.
@@ -350,13 +356,13 @@ class Session:
             del self._fetches[number]
 
     def _num_within_share(self, group_id: int, names: Sequence[BlockName], places: Places) -> int:
-        """Return how many of the first of these blocks the engine may lease in addition to its leases."""
+        """Return how many of these blocks, from the first one on, the engine's share of host memory has room for."""
         num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
         self._counts.num_over_share += len(names) - num_within
         return num_within
 
     def _release(self, fetched: Fetched, places: Ids) -> None:
-        """End the leases on these blocks, all of which are leased or waited for."""
+        """End the leases on these blocks, or stop waiting for them."""
         slots = fetched.fetch.slots[places]
         leased = slots[slots != ABSENT].astype(np.intp)
         self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)
@@ -365,7 +371,7 @@ class Session:
         fetched.fetch.release(places)
 
     def _close(self, fetched: Fetched, places: Ids) -> None:
-        """Record that these places are neither leased nor waited for any more."""
+        """Record that the blocks at these places are neither leased nor awaited any more."""
         num_closed = int(np.count_nonzero(fetched.is_open[places]))
         fetched.num_open -= num_closed
         self._num_open -= num_closed
@@ -384,7 +390,7 @@ class Session:
         self._check_group(group_id)
         slots = wire.numbers_in(data, len(self._states[group_id]))
         if (self._states[group_id][slots] == FREE).any() or len(np.unique(slots)) < len(slots):
-            raise Malformed("a slot that the engine has not reserved, or has named twice")
+            raise Malformed("a slot that the engine has not reserved, or that the message names twice")
         return slots
 
     def _no_longer_reserved(self, group_id: int, slots: Ids) -> None:

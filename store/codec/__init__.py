@@ -1,1 +1,1 @@
-"""Encoding, sealing and encryption of the bytes of a block at rest."""
+"""Compression, encryption and verification of the bytes of stored blocks."""

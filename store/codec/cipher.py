@@ -1,7 +1,7 @@
-"""Encryption at rest: other users of the disk cannot read K/V data, and records that they write are refused.
+"""Encryption at rest: other users of the disk cannot read K/V data, and records that they write are rejected.
 
-The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids. So unless
-the seed of the names or the request's salt is secret, a reader who guesses a prompt can see whether it was cached.
+The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids. So a
+reader who guesses a prompt can see whether it was cached, unless the seed of the names or the request's salt is secret.
 """
 
 import base64
@@ -29,32 +29,33 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
-OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # that encryption adds to a payload
+OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # bytes that encryption adds to a payload
 _KEY_ID_TAG = b"kvtier encryption key id\x00"
 _MAX_BYTES = 4096  # limit for a key file or the output of a command; a key has less than a hundred bytes
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
 class Cipher:
-    """AES-256-GCM under one key. The object never shows its key and serves all threads.
+    """Encryption of stored blocks with AES-256-GCM under one key. Thread-safe, and never shows the key.
 
-    Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag verifies the bytes at rest. The
-    digest detects damage to the raw bytes before they were encrypted. The digest is encrypted too, because a plain
-    digest would reveal which records hold the same text. Each value has a random nonce. That is safe for 2^32 values
-    under one key (4 PiB in blocks of 1 MiB), so change the key before that many are written. *key_id* (8 bytes, reveals
-    nothing about the key) belongs in the namespace: a new key then makes a new namespace, and old records are ordinary
-    misses.
+    An encrypted value is: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag detects changes of
+    the stored bytes. The digest detects damage to the raw bytes before they were encrypted. The digest is encrypted
+    too, because a plain digest would reveal which records hold the same text.
 
-    Speed is about 20 GB/s per core at 1 MiB and 9 GB/s at 64 KiB, in both directions, directly between the caller's
-    buffers, plus 3 us per value. Needs the package `cryptography`; versions before 50 hold the GIL meanwhile.
+    Each value has a random nonce. That is safe for 2^32 values under one key (4 PiB in blocks of 1 MiB), so change the
+    key before that many are written. *key_id* (8 bytes) identifies the key without revealing it, and must be part of
+    the namespace. Then a new key makes a new namespace, and the records of the old key are ordinary misses.
+
+    One core encrypts or decrypts about 20 GB/s in blocks of 1 MiB and 9 GB/s in blocks of 64 KiB, plus 3 us per value.
+    Needs the package `cryptography`, whose versions before 50 hold the GIL meanwhile.
     """
 
     cipher_id = 1  # stored in every record; never reused for another scheme
 
     def __init__(self, key: bytes) -> None:
-        """Create a cipher. Raises ValueError unless *key* has 32 bytes, and `MissingExtra` without the package."""
+        """Create a cipher. Raises ValueError unless *key* has 32 bytes, and `MissingExtra` without `cryptography`."""
         if len(key) != KEY_BYTES:
-            raise ValueError(f"encryption key of {len(key)} bytes; need {KEY_BYTES}")
+            raise ValueError(f"encryption key of {len(key)} bytes; need {KEY_BYTES} bytes")
         self.key_id = hashlib.sha256(_KEY_ID_TAG + key).digest()[:8]
         self._key = key
         self._context = _context_of(key)
@@ -66,22 +67,25 @@ class Cipher:
     def from_file(cls, path: Path) -> Self:
         """Return the cipher whose key is in the file *path*: 32 raw bytes, 64 hex digits, or base64.
 
-        Raises ValueError, with one line that says what to do, if there is no key or users other than the owner may use
-        the file.
+        Raises ValueError if there is no valid key, or if users other than the owner may use the file. The message is
+        one line that says what to do.
         """
         return cls(_parse_key(_read_key(path), f"encryption key {path}"))
 
     @classmethod
     def from_command(cls, command: str, timeout_s: float = 30) -> Self:
-        """Return the cipher whose key *command* prints, in a format of `from_file`.
+        """Run *command*, and return the cipher whose key it prints in one of the formats of `from_file`.
 
-        The command runs without a shell and without input. Raises ValueError if it fails. The message is one line that
-        says what to do and shows neither output nor arguments.
+        The command runs without a shell and gets no input. Raises ValueError if it fails. The message is one line that
+        says what to do. It shows neither output nor arguments, because they may be secret.
         """
         return cls(_parse_key(_output_of(command, timeout_s), "encryption key command"))
 
     def encrypt(self, digest: bytes, payload: memoryview, context: bytes, value: memoryview) -> None:
-        """Fill *value*, which is OVERHEAD_BYTES longer than *payload*. Decryption needs the same *context*."""
+        """Encrypt *digest* and *payload* into *value*, which must be OVERHEAD_BYTES longer than *payload*.
+
+        The value cannot be decrypted without the same *context*, which is not stored in it.
+        """
         end = len(value) - _TAG_BYTES
         nonce = os.urandom(_NONCE_BYTES)
         value[:_NONCE_BYTES] = nonce
@@ -96,12 +100,13 @@ class Cipher:
     def decrypt(self, value: memoryview, context: bytes, payload: memoryview) -> bytes:
         """Decrypt *value* into *payload* and return the digest.
 
-        Raises ValueError if anything differs from what was encrypted. *payload* then holds arbitrary bytes.
+        Raises ValueError if the value was changed, or if the key or *context* is not the one used to encrypt it.
+        *payload* then holds arbitrary bytes.
         """
         from cryptography.exceptions import InvalidTag
 
         if value.nbytes != payload.nbytes + OVERHEAD_BYTES:
-            raise ValueError(f"encrypted value of {value.nbytes} bytes for a payload of {payload.nbytes}")
+            raise ValueError(f"encrypted value of {value.nbytes} bytes is wrong for a payload of {payload.nbytes}")
         start = _NONCE_BYTES + DIGEST_BYTES
         decryptor = self._context(bytes(value[:_NONCE_BYTES])).decryptor()
         decryptor.authenticate_additional_data(context)
@@ -110,7 +115,7 @@ class Cipher:
         try:
             decryptor.finalize_with_tag(bytes(value[-_TAG_BYTES:]))
         except InvalidTag as error:
-            raise ValueError("encrypted value is not authentic") from error
+            raise ValueError("encrypted value is not authentic: it was changed, or the key is another one") from error
         return digest
 
     def __repr__(self) -> str:
@@ -118,9 +123,9 @@ class Cipher:
 
 
 def _context_of(key: bytes) -> "Callable[[bytes], CipherContext[GCM]]":
-    """Return a function that makes a streaming context from a nonce.
+    """Return a function that creates a streaming AES-GCM context for a nonce.
 
-    `AESGCM` would need digest and payload in one buffer.
+    The simpler class `AESGCM` would need digest and payload in one buffer.
     """
     with extra("crypto", "encryption at rest"):
         from cryptography.hazmat.primitives.ciphers import Cipher as CipherContext
@@ -157,13 +162,13 @@ def _read_key(path: Path) -> bytes:
 
 
 def _output_of(command: str, timeout_s: float) -> bytes:
-    """Return the standard output of *command*. Errors name only the program, because its arguments may be secret."""
+    """Return what *command* prints. Errors name only the program, because its arguments may be secret."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"encryption key command: {error}; close the quotation") from None
     if not arguments:
-        raise ValueError("encryption key command: it is empty; give one that prints the key")
+        raise ValueError("encryption key command: the command is empty; give one that prints the key")
     name = f"encryption key command {arguments[0]}"
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Codecs: the layouts of a block's bytes at rest."""
+"""Codecs: the encodings in which the bytes of a block are stored."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,35 +12,38 @@ from kvtier.store.codec.fp8_codec import Fp8Codec
 
 
 class Codec(Protocol):
-    """A layout of a block's bytes at rest. It is stateless, so one object serves all threads."""
+    """An encoding in which blocks are stored, for example a compression. It is stateless, so threads may share it."""
 
     @property
     def codec_id(self) -> int:
-        """The number stored in every record. It is never reused for another layout."""
+        """Number of the codec, which is stored in every record. It is never reused for another encoding."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding returns the raw bytes. A lossy codec returns the same bytes every time."""
+        """Whether decoding returns the raw bytes. A lossy codec returns other bytes, but the same ones every time."""
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether all blocks of one raw length have payloads of the same length."""
+        """Whether blocks of the same raw length always have payloads of the same length."""
 
     def encode(self, raw: memoryview) -> memoryview:
-        """Return the payload, which is *raw* encoded.
+        """Return *raw* in encoded form, as the payload to store.
 
-        The payload may be a view of *raw*, so it is valid only as long as *raw* does not change.
+        The payload may be a view of *raw*. Then it is valid only as long as *raw* does not change.
         """
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Fill *out*, which has the raw length. Raises ValueError for bytes that this codec never wrote."""
+        """Decode *payload* into *out*, which has the raw length.
+
+        Raises ValueError for a payload that this codec never wrote.
+        """
 
 
 class NoCodec:
-    """The codec `none`: the payload is the raw bytes."""
+    """The codec `none`, which stores the raw bytes."""
 
     codec_id = 0
     name = "none"
@@ -52,7 +55,7 @@ class NoCodec:
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         if payload.nbytes != out.nbytes:
-            raise ValueError(f"{payload.nbytes} bytes of payload for a block of {out.nbytes}")
+            raise ValueError(f"codec none: the payload has {payload.nbytes} bytes, but the block has {out.nbytes}")
         if payload is out:
             return  # the payload was read into *out* itself
         # Not out[:] = payload: a slice copy holds the GIL, so a payload whose pages are still on disk
@@ -61,12 +64,13 @@ class NoCodec:
 
 
 class ZstdPlaneCodec:
-    """zstd level 1 on the most significant byte of each little-endian element; the other bytes stay raw.
+    """A lossless codec: zstd level 1 on the most significant byte of each little-endian element.
 
-    The most significant byte holds sign and exponent, which repeat across floats. Real K/V in bfloat16 shrinks 1.45
-    times, in float16 1.16 times. Compressing the other bytes too, or at a higher level, gains nothing. The codec buys
-    capacity, not speed: one core encodes about 0.5 GB/s and decodes 0.9 GB/s. Payload: the raw bytes of all elements,
-    then one zstd frame.
+    The most significant byte holds sign and exponent, which repeat across floats. The other bytes stay raw: compressing
+    them too, or at a higher level, gains nothing. Real K/V data in bfloat16 shrinks 1.45 times, in float16 1.16 times.
+    The codec saves disk space rather than time: one core encodes about 0.5 GB/s and decodes 0.9 GB/s.
+
+    The payload starts with the bytes that stay raw, followed by one zstd frame.
     """
 
     is_lossless = True
@@ -97,7 +101,7 @@ class ZstdPlaneCodec:
         low[:] = stored[: low.size].reshape(low.shape)
 
     def _elements_of(self, raw: memoryview) -> npt.NDArray[np.uint8]:
-        """Return *raw* as [num_elements, element_bytes], without copying."""
+        """Return *raw* as an array [num_elements, element_bytes], without copying."""
         if raw.nbytes % self._element_bytes:
             raise ValueError(f"{self.name}: a block of {raw.nbytes} bytes is not a whole number of elements")
         return _bytes_of(raw).reshape(-1, self._element_bytes)
@@ -110,16 +114,16 @@ def _bytes_of(view: memoryview) -> npt.NDArray[np.uint8]:
 def _decompress(frame: memoryview, num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return the *num_bytes* that are compressed in *frame*.
 
-    The size that the frame's header states is checked first, because a damaged header may state terabytes.
+    The size in the frame's header is checked before decompressing, because a damaged header may state terabytes.
     """
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
-            raise ValueError(f"zstd frame does not state a size of {num_bytes} bytes")
+            raise ValueError(f"the header of the zstd frame does not state the expected size of {num_bytes} bytes")
         plane = zstandard.ZstdDecompressor().decompress(frame)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     if len(plane) != num_bytes:
-        raise ValueError(f"zstd frame gave {len(plane)} of {num_bytes} bytes")
+        raise ValueError(f"the zstd frame has {len(plane)} decompressed bytes instead of {num_bytes}")
     return np.frombuffer(plane, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""`CodecChoice`: picks the codec whose blocks are fastest to read, from measured read and decode speeds."""
+"""`CodecChoice`: chooses between raw and compressed blocks by the measured speeds of reading and decoding."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ _FADING = 15 / 16  # factor by which each observation lowers the weight of the e
 
 @dataclass(slots=True)
 class _Rate:
-    """A running mean of *amount* per *cost* over about the last 16 observations."""
+    """Running means of *amount* and *cost* (for example, bytes and seconds) over about the last 16 observations."""
 
     amount: float = 0.0
     cost: float = 0.0
@@ -37,10 +37,11 @@ class _Rate:
 class CodecChoice:
     """The choice between the codecs `none` and *compressed*: whichever makes reading a block from disk faster.
 
-    A raw byte takes 1 / disk seconds to read with `none`, and 1 / (ratio * disk) + 1 / decoding if compressed, where
-    *disk* and *decoding* are speeds and *ratio* is the compression ratio. The choice is `none` until enough reads were
-    measured. It changes only for a gain of a tenth, so that it does not flap. It considers neither writing, which
-    compression slows down, nor capacity, which compression saves. All methods are thread-safe.
+    Reading a raw byte takes 1 / disk seconds with `none`, and 1 / (ratio * disk) + 1 / decoding with *compressed*. Here
+    *disk* and *decoding* are speeds and *ratio* is the compression ratio, all of them measured. The choice is `none`
+    until enough reads were measured. It changes only for a gain of a tenth, so that it does not flap.
+
+    The choice ignores that compression slows down writing, and that it saves disk space. All methods are thread-safe.
     """
 
     def __init__(self, compressed: Codec, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -58,7 +59,7 @@ class CodecChoice:
         return type(self), (self._compressed,)  # pickled for the store's process, which takes its own measurements
 
     def pick(self, raw: memoryview) -> Codec:
-        """Return the codec for *raw*. The first and every 64th block is encoded and decoded to measure the speed.
+        """Return the codec for *raw*. The first and every 64th block is encoded and decoded to measure speeds.
 
         Raises ValueError for a block that *compressed* cannot encode.
         """
@@ -71,7 +72,7 @@ class CodecChoice:
             return self._chosen
 
     def on_read(self, stored_bytes: int, seconds: float) -> None:
-        """Count a read of *stored_bytes* from disk. *seconds* exclude decoding and verification."""
+        """Count a read of *stored_bytes* that took *seconds* on disk, without decoding and verification."""
         with self._lock:
             self._medium.add(stored_bytes, seconds)
             self._decide()

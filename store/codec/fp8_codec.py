@@ -1,4 +1,4 @@
-"""`Fp8Codec`: a lossy codec that stores 8 bits per float, and a scale for each short run of floats."""
+"""`Fp8Codec`: a lossy codec that stores 8 bits per float, and a scale for each 64 floats."""
 
 import sys
 from typing import Literal
@@ -10,7 +10,7 @@ assert sys.byteorder == "little", "the fp8 codec views 32-bit floats as pairs of
 
 _RUN = 64  # elements that share a scale
 _CHUNK = 32_768  # elements converted at a time, a multiple of _RUN: as float32 they fit the L2 cache
-_LARGEST = 448.0  # of e4m3
+_LARGEST = 448.0  # largest number of e4m3
 _SMALLEST_SCALE = 0x0080  # bits of the smallest normal bfloat16, 2^-126, so that 1 / scale is finite
 _CODEC_IDS = {"bf16": 33, "fp16": 34, "fp32": 35}
 _INFINITIES = {"bf16": 0x7F80, "fp16": 0x7C00, "fp32": 0x7F80_0000}
@@ -22,17 +22,19 @@ _Floats = npt.NDArray[np.float32]
 class Fp8Codec:
     """A LOSSY codec: e4m3 (4 exponent bits, 3 mantissa bits) per element, and a bfloat16 scale per 64 elements.
 
-    16-bit elements shrink 1.94 times, float32 3.88 times. Let m be the largest finite magnitude in a run of 64
-    elements, which share a scale. The error of an element is at most m / 25, plus 2^-25 for float16 or 2^-121 for the
-    other types (their smallest numbers). The error of an element above m / 28,000 is at most 1/15 of that element, plus
-    the same constant. (The widest step of e4m3 is 32 of 448, and half of it is m / 28; the rest is rounding to the
-    element's type.) Zeros decode to zeros and NaN to NaN. An infinity is encoded like the largest finite number of its
-    type, and decodes to that number or up to 1/25 less.
+    The payload has the scales, then the codes. 16-bit elements shrink 1.94 times, float32 3.88 times.
 
-    The codec must not share a namespace with lossless codecs, because a key would have two contents. The caller names
-    the codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. One core encodes 1.1 GB/s of bfloat16
-    and decodes 1.8, of float16 0.7 and 0.85, of float32 2.3 and 4.2. Both casts are table lookups: `ml_dtypes` takes 4
-    times as long to encode and 7 times as long to decode.
+    Errors depend on m, the largest finite magnitude among the 64 elements that share a scale. An element's error is at
+    most m / 25, because the widest step of e4m3 is 32 of 448, and half of it is m / 28. (The rest is rounding to the
+    element's type.) For an element above m / 28,000, the error is also at most 1/15 of the element. To both limits add
+    2^-25 for float16, or 2^-121 for the other types, because of their smallest numbers. Zeros decode to zeros and NaN
+    to NaN. An infinity decodes to the largest finite number of its type, or to up to 1/25 less.
+
+    The codec must not share a namespace with lossless codecs, because a key would have two contents. So the caller
+    names the codec in `Namespace.kv_quantization`.
+
+    One core encodes 1.1 GB/s of bfloat16, 0.7 of float16 and 2.3 of float32, and decodes 1.8, 0.85 and 4.2 GB/s. Both
+    conversions are table lookups: `ml_dtypes` takes 4 times as long to encode and 7 times as long to decode.
     """
 
     is_lossless = False
@@ -67,7 +69,7 @@ class Fp8Codec:
         elements = self._elements_of(out)
         num_scale_bytes = 2 * _num_runs(elements.size)
         if payload.nbytes != num_scale_bytes + elements.size:
-            raise ValueError(f"{self.name}: {payload.nbytes} bytes of payload for a block of {out.nbytes}")
+            raise ValueError(f"{self.name}: a payload of {payload.nbytes} bytes is wrong for a block of {out.nbytes}")
         stored = np.frombuffer(payload, dtype=np.uint8)
         scales, codes = stored[:num_scale_bytes].view(np.uint16), stored[num_scale_bytes:]
 
@@ -89,7 +91,7 @@ class Fp8Codec:
     def _scales_of(self, runs: _Bits) -> npt.NDArray[np.uint16]:
         """Return the bits of a bfloat16 scale for each of *runs* [num_runs, 64].
 
-        Scales are truncated, so that the largest element does not decode to infinity.
+        Scales are rounded down, so that the largest element does not decode to infinity.
         """
         magnitudes = runs & self._magnitude  # as integers they have the order of the floats
         largest = magnitudes.max(axis=1)
@@ -107,7 +109,7 @@ class Fp8Codec:
         return bits.view(np.float32)
 
     def _narrow(self, values: _Floats, elements: _Bits) -> None:
-        """Round *values* into *elements*."""
+        """Round *values* to the element type, and write them into *elements*."""
         if self._element == "bf16":
             elements[:] = (values.view(np.uint32) + np.uint32(0x8000)) >> 16
         elif self._element == "fp16":
@@ -121,7 +123,7 @@ def _num_runs(num_elements: int) -> int:
 
 
 def _in_runs(elements: _Bits) -> _Bits:
-    """Return *elements* as [num_runs, 64], copied only if zeros must fill the last run."""
+    """Return *elements* as an array [num_runs, 64]. If the last run is short, the array is a copy padded with zeros."""
     missing = -elements.size % _RUN
     return (np.pad(elements, (0, missing)) if missing else elements).reshape(-1, _RUN)
 
@@ -131,7 +133,7 @@ def _widen_bfloat16(bits: _Bits) -> _Floats:
 
 
 def _values_of_codes() -> _Floats:
-    """Return the number for each of the 256 codes of e4m3 ("fn": no infinities, one NaN of each sign)."""
+    """Return the value of each of the 256 codes of e4m3 (variant "fn": no infinities, one NaN of each sign)."""
     codes = np.arange(128)
     exponents, mantissas = codes >> 3, codes & 7
     magnitudes = np.where(exponents > 0, 8 + mantissas, mantissas) * 2.0 ** (np.maximum(exponents, 1) - 10)
@@ -140,7 +142,7 @@ def _values_of_codes() -> _Floats:
 
 
 def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
-    """Return a table of the code nearest to a float32, by its upper 16 bits. Too large numbers get the largest code."""
+    """Return a table of the nearest code by a float32's upper 16 bits. Too large numbers get the largest code."""
     magnitudes = _widen_bfloat16(np.arange(1 << 15, dtype=np.uint16))
     middles = (values[:126] + values[1:127]) / 2
     codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)

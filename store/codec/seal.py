@@ -1,4 +1,4 @@
-"""Sealing of a block into the header and value that are stored, and opening them again with verification."""
+"""Sealing: turns a block into the header and the value that are stored, and back into a block, which is verified."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -26,12 +26,12 @@ from kvtier.store.slab import slot_bytes
 # Bytes of the index per record: rows in `records`, `order` and `free` for a key of 50 to 70 bytes, in pages 2/3 full.
 _INDEX_BYTES = 512
 MAX_BLOCK_BYTES = 2 << 30  # more than any block has; index rows have four bytes for the size of a slot
-_NUM_READERS = 2  # or more: threads read concurrently, in a process that does little else
+_NUM_READERS = 2  # minimum: several threads read concurrently, in a process that does little else
 _SIZE_CLASSES = 8  # number of lengths that the values of one raw length may have
 
 
 class Sealed(NamedTuple):
-    """A block as it is stored. *payload* is the whole value with padding, possibly a view of the caller's memory."""
+    """A block as it is stored. *payload* is the whole padded value, possibly a view of the caller's memory."""
 
     key: bytes
     header: bytes
@@ -41,20 +41,20 @@ class Sealed(NamedTuple):
 
 @cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
-    """Return how many bytes a value of *value_bytes* counts against a capacity: its slot on disk and its index rows."""
+    """Return how many bytes of the capacity a value of *value_bytes* takes: its slot on disk and its index rows."""
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
 def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
-    """Return how many bytes *blob* counts against a capacity if its codec does not shrink it."""
+    """Return how many bytes of the capacity *blob* takes if its codec does not shrink it."""
     return charged_bytes(blob.raw.nbytes + (0 if cipher is None else OVERHEAD_BYTES))
 
 
 def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
-    """Raise ValueError if one of *blobs* does not fit even an empty store."""
+    """Raise ValueError if one of *blobs* is empty, or too large even for an empty store."""
     for blob in blobs:
         if not 0 < blob.raw.nbytes <= MAX_BLOCK_BYTES:
-            raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
+            raise ValueError(f"store: a block has {blob.raw.nbytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
         if max_charged_bytes(blob, cipher) > capacity_bytes:
             raise ValueError(
                 f"store: a block of {blob.raw.nbytes} bytes does not fit a capacity of {capacity_bytes}; "
@@ -63,10 +63,11 @@ def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None
 
 
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
-    """Return the length of the value for *stored_length* bytes of a block, padded to a size class if lengths vary.
+    """Return the length, with padding, at which an encoded block of *stored_length* bytes is stored.
 
-    Each slab file of the store has slots of one size. To need few files, a value has one of 8 lengths: the multiples of
-    an eighth of the raw length, rounded up to whole pages. A block that shrinks 1.45 times takes six eighths.
+    A block is padded only if the lengths of the codec's payloads vary. Each slab file of the store has slots of one
+    size. To need few files, the padded length is one of 8: the multiples of an eighth of the raw length, rounded up to
+    whole pages. For example, a block that shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length
@@ -76,11 +77,11 @@ def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
 
 
 def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -> Sealed:
-    """Encode *blob* for storing, and encrypt it if there is a *cipher*.
+    """Encode *blob* for storage, and encrypt it if there is a *cipher*.
 
-    A block is stored raw if *codec* saves less than an eighth or a page. So no value is longer than the raw block,
-    except for the 44 bytes that encryption adds. A block that is neither encoded nor encrypted is not copied. Raises
-    ValueError for a block that *codec* cannot encode.
+    The block is stored raw if encoding it with *codec* would save less than an eighth, or less than a page. So no value
+    is longer than the raw block, except for the 44 bytes that encryption adds. A block that is neither encoded nor
+    encrypted is not copied. Raises ValueError if *codec* cannot encode the block.
     """
     codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
     known = blob.digest if codec.is_lossless else _digest_of_decoded(codec, payload, blob)
@@ -110,11 +111,11 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
 def unseal(
     key: bytes, header: bytes, payload: memoryview, out: memoryview, cipher: Cipher | None = None
 ) -> bytes | Fault:
-    """Decrypt and decode the value at the start of *payload* into *out*, verify it, and return its digest or a fault.
+    """Decrypt and decode a stored value into *out*, verify the block, and return its digest or a fault.
 
-    Bytes after the value are ignored. *payload* may be *out* itself if the value is neither encoded nor encrypted. With
-    a *cipher* a record that is not encrypted is refused, because any process may have written it. After a fault *out*
-    holds arbitrary bytes.
+    The value is at the start of *payload*, and the bytes after it are ignored. *payload* may be *out* itself if the
+    value is neither encoded nor encrypted. With a *cipher*, a record that is not encrypted is rejected, because any
+    process may have written it. After a fault, *out* holds arbitrary bytes.
     """
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
@@ -141,7 +142,7 @@ def unseal(
 
 
 def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:
-    """Return the fault of a stored record, or None if it is good. The record is decoded into new memory."""
+    """Return the fault of a stored record, or None if it is good. The block is decoded into new memory."""
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
         return record
@@ -154,7 +155,7 @@ def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | No
 
 
 def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
-    """Return the payload for *raw* and the codec that encoded it, which is `none` if *codec* does not save enough."""
+    """Encode *raw*; return the codec used and the payload. The codec is `none` if *codec* does not save enough."""
     payload = codec.encode(raw)
     if payload is raw:
         return codec, raw
@@ -165,9 +166,9 @@ def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec
 
 
 def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
-    """Return the digest of the bytes that decoding will give.
+    """Return the digest of the bytes to which *payload* decodes.
 
-    If the raw bytes are damaged, return the blob's digest, which will not match.
+    If the raw bytes were damaged before encoding, return the blob's digest instead, so that each read finds a mismatch.
     """
     if digest(blob.raw) != blob.digest:
         return blob.digest

@@ -1,1 +1,1 @@
-"""The store on disk: an LMDB index, and slab files for the payloads."""
+"""The store on disk: an index in LMDB, and slab files that hold the payloads in slots of one size per file."""

@@ -1,9 +1,9 @@
-"""The boot mark: a small file that records in which boot of the machine LMDB's data file was last open, and its state.
+"""The boot mark: a small file from which the next process learns whether it can trust LMDB's data file.
 
-The mark tells the next process whether it can trust the data file. After kill -9 the data file is intact, because the
-kernel still writes the pages. After a machine crash it is intact only if it was synced. Reading a damaged data file may
-crash the process, so the state is kept in a file of its own. Without a readable mark the store starts empty, so the
-mark is written twice, each time with a checksum.
+The mark records the boot of the machine in which the data file was last open, and the file's state. After kill -9 the
+data file is intact, because the kernel still writes the pages. After a machine crash it is intact only if it was
+synced. The mark is a separate file, because reading a damaged data file may crash the process. Without a readable mark
+the store starts empty, so the mark is written twice, each time with a checksum.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ import xxhash
 
 from kvtier.store.folder import open_or_make, open_private, sync_folder
 
-_LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have their own version
+_LAYOUT = "kvtier-store-6"  # version of the sub-databases and their rows; record headers have their own version
 _NAME = "boot_mark"
 _COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
-_COPIES_AT = (0, 4096)  # so far apart that no page and no block of the disk contains both
+_COPIES_AT = (0, 4096)  # offsets, so far apart that no page and no block of the disk contains both copies
 
 
 class FileState(StrEnum):
-    """State of the data file that a boot mark records."""
+    """State of the data file, as the boot mark records it."""
 
-    CLEAN = "clean"  # fully synced and not written since: it was closed, or is about to be compacted
+    CLEAN = "clean"  # fully synced and not written since: the file was closed, or is about to be compacted
     PROCESS = "process"  # open, nothing synced
     INTERVAL = "interval"  # open, synced at checkpoints
     COMMIT = "commit"  # open, synced with every change
@@ -48,7 +48,7 @@ class BootMark:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the mark in *folder*, or None if there is none or no copy is intact.
+        """Return the mark in *folder*, or None if there is none or both copies of it are damaged.
 
         Raises OSError if the file cannot be read.
         """
@@ -64,11 +64,11 @@ class BootMark:
         return None
 
     def write(self, folder: Path) -> None:
-        """Overwrite the mark in *folder* durably.
+        """Write the mark to *folder* durably.
 
-        A machine crash meanwhile may leave one copy of the old mark and one of the new. Either is right, because the
-        caller writes a mark only while both describe the data file correctly. The file is overwritten and not replaced,
-        so that a store can be opened and closed on a full disk.
+        A machine crash during the write may leave one copy of the old mark and one of the new mark. Both are correct
+        then, because the caller writes a mark only while both describe the data file correctly. The file is overwritten
+        in place, so that a store can be opened and closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
         with open(folder / _NAME, "r+b", opener=open_or_make) as file:
@@ -80,12 +80,12 @@ class BootMark:
 
     @property
     def is_of_another_layout(self) -> bool:
-        """Whether the data file has a layout that this version cannot read."""
+        """Whether another version of the program wrote the data file, in a layout that this version cannot read."""
         return self.layout != _LAYOUT
 
     @property
     def saw_crash(self) -> bool:
-        """Whether the machine crashed while the data file was open."""
+        """Whether the machine went down while the data file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
     def _pack(self) -> bytes:
@@ -94,7 +94,6 @@ class BootMark:
 
     @classmethod
     def _unpack(cls, copy: bytes) -> Self | None:
-        """Return the mark that *copy* holds, or None if the copy is damaged."""
         *facts, checksum = (copy.split(b"\n", 5) + [b""] * 5)[:5]
         if checksum.strip() != _checksum(b"\n".join(facts)):
             return None

@@ -1,4 +1,4 @@
-"""`Change`: a write transaction that changes all sub-databases of an LMDB store together."""
+"""`Change`: a write transaction on all sub-databases of an LMDB store together."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,27 +37,32 @@ _ROWS_AT_ONCE = 16
 
 
 class NoFreeSlot(Exception):
-    """Error raised if no slot of the wanted size may be reused and a new slot would exceed the limit of all slots."""
+    """Error raised if no free slot of the wanted size can be reused, and a new slot would take too much disk space."""
 
 
 class Change:
-    """A write transaction in progress. Rows, payloads, order and accounts change together or not at all.
+    """A write transaction on the index. Records, slots, eviction order and counters change together or not at all.
 
     Records are evicted by CLOCK: the oldest record is evicted unless it is marked as recently used. A marked record
-    gets a second chance: it loses its mark and becomes the newest. One rule ensures that no record is evicted before
-    its children: a parent is newer than its child, or it is marked. To keep the rule, each step that makes a record the
-    newest also marks its parent. So the oldest record has no child unless it is marked. The same holds among the
-    records of one tenant, because a whole chain belongs to one tenant.
+    gets a second chance: it loses its mark and becomes the newest.
+
+    No record is evicted before its children, because a parent is always newer than its child, or marked. To keep this
+    true, each step that makes a record the newest also marks its parent. So the oldest record has no child unless it is
+    marked. The same holds among the records of one tenant, because all blocks of a chain belong to one tenant.
     """
 
     def __init__(
         self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None, num_chances: int
     ) -> None:
-        """Begin a change of *tables* in the write transaction *txn*, which gives at most *num_chances* second chances.
+        """Begin a change of *tables* in the write transaction *txn*.
 
-        *synced_change* is the number of the last change in the last checkpoint. Slots (places for payloads) that were
-        freed after it are not reused, because a crash brings their records back. None stands for a store without
-        checkpoints, where all slots freed before this change may be reused.
+        Args:
+            tables: Sub-databases of the store.
+            txn: Write transaction, which the caller commits or aborts.
+            synced_change: Number of the last change in the last checkpoint. Slots (places for payloads) that later
+                changes freed are not reused, because a machine crash brings their records back. None for a store
+                without checkpoints, which may reuse all slots freed before this change.
+            num_chances: Limit on the second chances that evictions in this change give to marked records.
         """
         self._tables = tables
         self._txn = txn
@@ -81,8 +86,9 @@ class Change:
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
         """Allocate *num_slots* slots of *num_bytes*, so that all slots together take at most *limit_bytes* on disk.
 
-        Returns the allocated slots, and the free slots whose disk space the caller must release (punch out) before it
-        writes to the allocated ones. Raises `NoFreeSlot` if there are not enough slots.
+        Returns two lists: the allocated slots, and free slots that give up their disk space for them. The caller must
+        release that space (punch holes) before it writes to the allocated slots. Raises `NoFreeSlot` if there are not
+        enough slots.
         """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]
@@ -98,8 +104,8 @@ class Change:
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
         """Turn free slots into holes until all slots take at most *limit_bytes* on disk, and return the new holes.
 
-        A hole is a free slot without disk space. The caller must release the disk space of the returned slots. Returns
-        at most *limit* slots, and fewer than necessary if too few slots are free.
+        A hole is a free slot without disk space. The caller must release the disk space of the returned slots. At most
+        *limit* slots are returned. There are fewer than necessary if too few slots are free.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -121,10 +127,10 @@ class Change:
         return to_punch
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
-        """Add the record of *blob*, a new key whose value is in *slot*, as the newest.
+        """Add the record of *blob*, whose key is new and whose value is in *slot*, as the newest record.
 
-        *coming* are keys that this change adds later. A parent among them will be newer than this record, so it needs
-        no mark.
+        *coming* has the keys that this change will add later. If the parent is one of them, it needs no mark, because
+        its record will be newer than this one.
         """
         tenant = blob.tenant or NO_TENANT
         self._append(
@@ -138,7 +144,7 @@ class Change:
     def verify_lookups(self, keys: Iterable[bytes]) -> None:
         """Raise `lmdb.CorruptedError` if a lookup does not find one of *keys*, which this change has added.
 
-        A damaged page that misleads readers may look valid to LMDB, and no other check would find it.
+        A damaged page that leads lookups to the wrong page may look valid to LMDB. No other check would find it.
         """
         if not all(self._txn.get(key, db=self._tables.records) for key in keys):
             raise lmdb.CorruptedError("a record that was just added is not found")
@@ -154,15 +160,15 @@ class Change:
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, and return their keys.
 
-        Evicts at most *limit* records. A marked record gets a second chance instead. One change gives a limited number
-        of second chances, so check `counters` to see whether another change is needed.
+        Evicts at most *limit* records. A marked record is not evicted but gets a second chance. One change gives a
+        limited number of second chances, so check `counters` to see whether another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
         return evicted
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, limit: int) -> list[bytes]:
-        """Evict as `evict` does, among the records of *tenant*, until it has at most *limit_bytes*."""
+        """Evict the oldest records of *tenant*, as `evict` does, until they take at most *limit_bytes*."""
         evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, limit, tenant)
         self.counters.evicted_total += len(evicted)
         self.counters.quota_evicted_total += len(evicted)
@@ -171,8 +177,8 @@ class Change:
     def clear(self, num_bytes: int, limit: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
         """Evict the oldest records of *tenant* (NO_TENANT: of all) until *num_bytes* fewer are stored.
 
-        Returns the evicted keys and the bytes that are left. Second chances are as in `evict`. These evictions were
-        requested, so `evicted_total` does not count them.
+        Returns the evicted keys, and how many bytes are still stored. Marked records get second chances as in `evict`.
+        The counter `evicted_total` excludes these evictions, because a user requested them.
         """
 
         def stored_bytes() -> int:
@@ -182,16 +188,17 @@ class Change:
         return self._turn(lambda: stored_bytes() > limit_bytes, limit, tenant), stored_bytes()
 
     def bytes_of(self, tenant: bytes) -> int:
-        """Return the bytes charged for the records of *tenant*, as in `Counters.stored_bytes`."""
+        """Return how many bytes of the capacity the records of *tenant* take."""
         if tenant not in self._tenants:
             packed = self._txn.get(tenant, db=self._tables.tenants)
             self._tenants[tenant] = 0 if packed is None else BYTES_OF_TENANT.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
     def check_spare_pages(self) -> None:
-        """Allocate as many pages as must stay free, and free them. Raises `lmdb.MapFullError` if there are too few.
+        """Allocate the pages that must stay free, and free them again.
 
-        A deletion needs new pages itself, so a map filled to the last page could never be emptied again.
+        Raises `lmdb.MapFullError` if there are too few pages. A deletion needs new pages itself, so a completely full
+        map could never be emptied again.
         """
         spares = [b"spare" + bytes([number]) for number in range(SPARE_PAGES)]
         for spare in spares:
@@ -200,7 +207,7 @@ class Change:
             self._txn.delete(spare, db=self._tables.ledger)
 
     def write_accounts(self) -> None:
-        """Write the ledger and the tenants' bytes. This is the last step of every change."""
+        """Write the counters and the tenants' byte counts. This must be the last step of every change."""
         if self._num_written:
             self.counters.on_written(self._num_written, time.time())
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
@@ -211,20 +218,23 @@ class Change:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True."""
+        """Evict records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True.
+
+        Evicts at most *limit* records, and stops when this change has no second chances left.
+        """
         evicted: list[bytes] = []
         order = self._in_order(tenant)
         while len(evicted) < limit and is_too_much():
             found = next(order, None)
             if found is None:
-                raise lmdb.CorruptedError("the ledger counts bytes that no record has")
+                raise lmdb.CorruptedError("the counters claim more stored bytes than all records have")
             position, owner, key = found
             if not key:
-                raise lmdb.CorruptedError("an entry of the order has no key")
+                raise lmdb.CorruptedError("an entry of the eviction order has no key")
             packed = self._txn.get(key, db=self._tables.records)
             row = None if packed is None else RecordRow.unpack(key, packed)
             if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
-                raise lmdb.CorruptedError("an entry of the order belongs to another record")
+                raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
             if not row.is_marked:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
@@ -240,7 +250,7 @@ class Change:
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield position, tenant and key of each record of *tenant* (NO_TENANT: of all), oldest first.
 
-        The caller may move or delete records meanwhile.
+        The caller may move or delete records during the iteration.
         """
         is_all = tenant == NO_TENANT
         db = self._tables.order if is_all else self._tables.owned
@@ -265,7 +275,7 @@ class Change:
             self._txn.delete(owner + position, db=self._tables.owned)
 
     def _on_removed(self, row: RecordRow) -> None:
-        """Remove a deleted record's entry in the order and its charge, and free its slot."""
+        """Remove a deleted record from the eviction order and from the counters, and free its slot."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
         self._txn.put(freed, checksum(freed), db=self._tables.free)
@@ -276,7 +286,7 @@ class Change:
     def _take_free(self, num_bytes: int | None, limit: int) -> list[tuple[int, int, int]]:
         """Remove up to *limit* reusable slots of *num_bytes* (None: of any size) from the table of free slots.
 
-        Returns size, freeing change and number of each slot.
+        Returns for each slot its size, the number of the change that freed it, and its own number.
         """
         found: list[tuple[int, int, int]] = []
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
@@ -289,13 +299,13 @@ class Change:
                     if change <= self._usable_before:
                         found.append((size, change, number))
                     elif num_bytes is not None:
-                        break  # the next ones were freed even later
+                        break  # all further slots of this size were freed later still
         for slot in found:
             self._txn.delete(FREE.pack(*slot), db=self._tables.free)
         return found
 
     def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
-        """Take slots that have no disk space so far: first holes, then new slots at the end of the slab."""
+        """Return slots without disk space: first holes, then new slots at the end of the slab file."""
         if not num_slots:
             return []
         with self._txn.cursor(db=self._tables.holes) as cursor:
@@ -316,13 +326,13 @@ class Change:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: RecordRow, coming: Collection[bytes] = ()) -> None:
-        """Write the record of *key* as the newest, and mark its parent unless that is in *coming*."""
+        """Write the record of *key* as the newest, and mark its parent unless the parent is in *coming*."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
         place, owned = SEQUENCE.pack(sequence), row.tenant + key
         if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
-            raise lmdb.CorruptedError("the order has an entry that is newer than all records")
+            raise lmdb.CorruptedError("the eviction order has an entry that is newer than all records")
         if row.tenant != NO_TENANT:
             self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:

@@ -1,10 +1,10 @@
-"""Checkpoints: copies of a data file's root, so that a machine crash costs only the changes since the last copy.
+"""Checkpoints: copies of the root of LMDB's data file, to which a store returns after a machine crash.
 
-LMDB never overwrites a page that is reachable from the newest root or a reader's root. So while a read transaction
-holds the root that was synced last, all pages of that root are on disk and stay as they are, whatever is written
-afterwards. Only the root itself changes: LMDB keeps it in the first two pages, alternately. Putting back a copy of
-these pages after a crash restores the file to the checkpoint. The copy is kept twice, each with a checksum, so that a
-flipped bit does not cost the store.
+LMDB never overwrites a page that can be reached from the newest root, or from the root that a read transaction uses. So
+a read transaction on the root that was synced last keeps all pages of that root on disk unchanged. Only the root itself
+is overwritten: LMDB keeps roots in the first two pages, alternately. Putting back a copy of these two pages after a
+crash restores the file to the checkpoint. The copy is written twice, each time with a checksum, so that a flipped bit
+does not cost the store.
 """
 
 import os
@@ -22,23 +22,23 @@ _CHECKSUM_BYTES = 16
 
 
 class Checkpoint:
-    """The checkpoints of one LMDB environment, and the read transaction that keeps the last one intact.
+    """The checkpoints of one LMDB environment, and the read transaction that keeps the pages of the last one.
 
     Only the store's writer calls `take`, right after it has synced the file. The store must not change between the
-    start of that sync and the end of `take`. Pages freed since the last checkpoint are not reused before the next one,
-    so a store that runs out of pages takes a checkpoint.
+    start of that sync and the end of `take`. Pages freed since the last checkpoint can be reused only after the next
+    one, so a store that runs out of pages takes a checkpoint.
     """
 
     def __init__(self, folder: Path, tables: Tables) -> None:
         self._folder = folder
         self._tables = tables
-        self.last_change: int | None = None  # number of the last change in the checkpoint; None before the first one
+        self.last_change: int | None = None  # number of the last change in the last checkpoint; None without one
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Save a copy of the root of the data file, which the caller has synced.
+        """Save a copy of the data file's root. The caller must have synced the file.
 
-        Raises OSError or lmdb.Error; the previous checkpoint then stays valid.
+        Raises OSError or lmdb.Error. The previous checkpoint then stays valid.
         """
         reader = self._tables.env.begin()
         keep_when_forked(reader)
@@ -55,14 +55,14 @@ class Checkpoint:
         self.last_change = last_change
 
     def close(self) -> None:
-        """End the read transaction, so that pages of the last checkpoint may be overwritten."""
+        """End the read transaction, so that LMDB may overwrite pages of the last checkpoint."""
         if self._reader is not None:
             self._reader.abort()
             self._reader = None
 
 
 def restore(folder: Path) -> bool:
-    """Restore the data file in *folder* to its last checkpoint. Returns False if there is no valid one."""
+    """Restore the data file in *folder* to its last checkpoint. Returns False if there is no valid checkpoint."""
     try:
         with open(folder / _NAME, "rb", opener=open_private) as file:
             root = _whole(file.read())
@@ -80,7 +80,7 @@ def restore(folder: Path) -> bool:
 
 
 def _whole(kept: bytes) -> bytes | None:
-    """Return the first intact copy of the two in *kept*, without its checksum, or None if neither is intact."""
+    """Return the root in the first intact one of the two copies in *kept*, or None if neither is intact."""
     for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
         root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
         if xxhash.xxh3_128_digest(root) == checksum:

@@ -1,7 +1,7 @@
-"""Counting the crashes of a store's process, in the boot mark, which is the file that records the store's state.
+"""Crash counts: how many processes in a row have crashed while they had a store open, as its boot mark records.
 
-A damaged page of the index may crash each process that reads it, or trap it in an endless loop, at every start. So
-`data_file` starts an empty store if the count is too high. A clean end resets the count to 0.
+A damaged page of the index may crash every process that reads it, or trap it in an endless loop, at every start. So
+`data_file` starts with an empty store if the count is too high. Closing the store properly resets the count to 0.
 """
 
 import signal
@@ -18,12 +18,12 @@ _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 
 
 def signal_of(status: int | None) -> str:
-    """Return the name of the signal by which a process with the exit *status* crashed, or "" if it did not crash."""
+    """Return the name of the signal that crashed a process with the exit *status*, or "" if it did not crash."""
     return next((crash.name for crash in _SIGNALS if status == -crash), "")
 
 
 def is_computing(pid: int) -> bool:
-    """Return whether a thread of the process *pid* is running now, and neither waits for a disk nor was stopped."""
+    """Return whether a thread of the process *pid* is running, instead of waiting (for a disk, for example)."""
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
             if task.read_text().rpartition(")")[2].split()[0] == "R":
@@ -34,7 +34,7 @@ def is_computing(pid: int) -> bool:
 def note(path: Path, owner: int) -> int:
     """Count a crash of the process that had the store at *path* open, and return the number of crashes in a row.
 
-    Raises OSError if the boot mark cannot be written, or if another process has opened the store since.
+    Raises OSError if the boot mark cannot be written, or if another process has opened the store in the meantime.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

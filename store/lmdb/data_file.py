@@ -1,4 +1,4 @@
-"""Limits on the size of an LMDB store's files, and the decision whether files of an earlier process can be used."""
+"""Limits on the size of an LMDB store's files, and the decision whether a store can be opened with the files it has."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from kvtier.store.lmdb.tables import MAX_DBS, Tables, open_tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
-MAX_CRASHES = 2  # in a row on one file; one crash may have another cause, such as a page that the disk could not read
+MAX_CRASHES = 2  # in a row on one file; a single crash may have another cause, such as an unreadable page
 _COPY = "compact"  # the folder in which a compacted copy is made
 OVERHEAD_BYTES = 1 << 20  # limit on the boot mark, the lock files and the file system's own blocks
 _MIN_INDEX_BYTES = 8 << 20
@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 def part_bytes(capacity_bytes: int) -> int:
     """Return the limit on the bytes of the blocks that one change (a write transaction) stores.
 
-    The limit also bounds the bytes of slots (places for payloads) that are freed but cannot be reused yet.
+    The total size of the slots (places for payloads) that are freed but cannot be reused yet has the same limit.
     """
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
 
 def slab_bytes(capacity_bytes: int) -> int:
-    """Return the limit on the bytes of all slots: those of records, and freed ones that cannot be reused yet."""
+    """Return the limit on the bytes of all slots, including freed slots that cannot be reused yet."""
     return capacity_bytes * 9 // 8 + 2 * part_bytes(capacity_bytes)
 
 
@@ -70,7 +70,7 @@ def capacity_within(disk_bytes: int) -> int:
 
 
 def capacity_of_slabs(disk_bytes: int) -> int:
-    """Return the largest capacity whose slots take at most *disk_bytes*, or 0 if there is none."""
+    """Return the largest capacity whose slots take at most *disk_bytes* of disk space, or 0 if there is none."""
     return _largest(slab_bytes, disk_bytes)
 
 
@@ -101,11 +101,11 @@ def recorded_capacity(folder: Folder) -> int:
 
 
 def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """Open the tables in *folder*, after emptying it if its files cannot be trusted.
+    """Open the tables in *folder*. If the files there cannot be trusted, start with an empty store instead.
 
-    The caller holds the folder's lock. Opening changes no trusted file, so the boot mark, which records the state of
-    the files, stays right. Before its first change the caller brings the files into the state that its durability level
-    starts from (for example synced), and then writes the mark that says so.
+    The caller must hold the folder's lock. Opening does not change trusted files, so the boot mark (the record of their
+    state) stays correct. Before its first change, the caller must sync the files if its durability level requires this,
+    and then write the boot mark for that level.
     """
     shutil.rmtree(folder.here / _COPY, ignore_errors=True)
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
@@ -124,15 +124,15 @@ def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) ->
 
 
 def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """Open the tables in *folder*, whose files are trusted."""
+    """Open the tables in *folder*, whose files are known to be trustworthy."""
     present = (folder.here / DATA).stat().st_size if (folder.here / DATA).exists() else 0
     return open_tables(folder.here, max(index_bytes(capacity_bytes), present), durability)
 
 
 def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
-    """Copy the index to a file without free pages, for a store with a lowered capacity, and open the copy.
+    """Copy the index to a file without free pages, and open the copy. Used after the capacity was lowered.
 
-    If there is no room for a copy, the index stays as it is. The boot mark must say CLEAN. That is right for the old
+    If there is no room for a copy, the index stays as it is. The boot mark must say CLEAN. That is correct for the old
     file and for the copy, so a crash at any point does no harm.
     """
     copy = folder.here / _COPY
@@ -145,7 +145,7 @@ def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Dur
     except DAMAGE:
         raise
     except (lmdb.Error, OSError) as error:
-        _log.warning("store %s: its index could not be compacted and stays too large: %s", folder.name, error)
+        _log.warning("store %s: the index could not be compacted, so its file stays too large: %s", folder.name, error)
         shutil.rmtree(copy, ignore_errors=True)
         return tables
     tables.file.close()
@@ -163,7 +163,7 @@ def _start_empty(folder: Folder, reason: str) -> None:
 def _clear(folder: Folder) -> None:
     """Remove the data file and the slabs (files of payloads), and write a boot mark that says: open, not synced.
 
-    If the process is killed meanwhile, the next start repeats this.
+    If the process is killed in the middle, the next start removes the rest.
     """
     for name in (DATA, "lock.mdb"):
         (folder.here / name).unlink(missing_ok=True)
@@ -191,7 +191,7 @@ def _restore_or_refuse(folder: Folder) -> str | None:
 
 
 def damage_of(mark: BootMark) -> str | None:
-    """Return why the tree in the data file counts as broken, judged by its boot *mark*, or None if it does not."""
+    """Return why the index counts as damaged according to its boot *mark*, or None if it does not."""
     if mark.state is FileState.DAMAGED:
         return "its index was found damaged"
     if mark.num_crashes >= MAX_CRASHES:

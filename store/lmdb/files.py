@@ -1,4 +1,4 @@
-"""`LmdbFiles`: the open index and slabs of one folder, with transactions, syncs, and recovery when LMDB fails."""
+"""`LmdbFiles`: the open index and slabs of one store, with transactions, syncs, and recovery when LMDB fails."""
 
 import errno
 import logging
@@ -25,9 +25,9 @@ from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
-_RECORDS_WHEN_FULL = 3  # that one change may delete, and as many that it may skip, in only `MIN_REMOVAL_BYTES`
+_RECORDS_WHEN_FULL = 3  # records that one change may delete (and as many that it may skip) in `MIN_REMOVAL_BYTES`
 _HOLES_AT_ONCE = 4096  # holes (free slots without disk space) to release at a time
-CHECK_READERS_S = 10.0  # interval for freeing the reader slots of dead processes, which hold back pages
+CHECK_READERS_S = 10.0  # interval for removing the entries of dead readers, which prevent the reuse of pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class OpenFolder:
 
     @property
     def here(self) -> Path:
-        """A path to the open folder, even if its name leads elsewhere now."""
+        """Path that leads to the open folder, even if the folder's name leads to another folder now."""
         return self._folder.here
 
     @property
@@ -66,18 +66,18 @@ class OpenFolder:
         return BootMark.read(self.here)
 
     def mark(self, state: FileState, num_crashes: int = 0) -> None:
-        """Write the boot mark: the small file that says that in this boot of the machine the files are in *state*."""
+        """Write the boot mark, which records that in this boot of the machine the files are in *state*."""
         BootMark(current_boot_id(), state, num_crashes=num_crashes).write(self.here)
 
     def sync(self) -> None:
-        """Block until everything written is on disk. Only the writer calls this. Raises OSError or lmdb.Error."""
+        """Block until everything written is on disk. Call this only from the writer. Raises OSError or lmdb.Error."""
         if self.tables.file.sync_failed:
             self.tables.file.rewrite()
         self.slabs.sync()
         self.tables.file.sync()
 
     def reopen_index(self) -> Tables:
-        """Close the index, whose root LMDB could not write, and reopen it as it was before that write.
+        """Reopen the index after LMDB could not write its root, as it was before that write.
 
         Raises OSError or lmdb.Error.
         """
@@ -100,10 +100,10 @@ class OpenFolder:
 
 
 def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, owner: int | None) -> OpenFolder:
-    """Open the store in the folder *path*, which is created if there is none.
+    """Open the store in the folder *path*, which is created if it does not exist.
 
-    *capacity_bytes* None stands for the recorded capacity. Then nothing is created, and a missing or broken store
-    raises OSError. Raises `FolderInUse` if another process has the folder open.
+    If *capacity_bytes* is None, the store keeps the capacity with which it was last opened. Then nothing is created,
+    and a missing or broken store raises OSError. Raises `FolderInUse` if another process has the store open.
     """
     with ExitStack() as undo:
         folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.make(path))
@@ -124,13 +124,13 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
 
 
 class MapUsers:
-    """A count of the threads that use LMDB's memory map, each inside a `with` block of this object.
+    """A guard that keeps LMDB's memory map open while threads use it, each inside a `with` block of this object.
 
-    Entering after `close` raises ValueError. Never nest two blocks.
+    Entering a block after `close` raises ValueError. A thread must not nest two blocks.
     """
 
     def __init__(self) -> None:
-        self._gate = threading.Condition()  # guards the two below
+        self._gate = threading.Condition()  # guards the two attributes below
         self._num_users = 0
         self.is_closed = False
 
@@ -147,16 +147,16 @@ class MapUsers:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Run the block while no thread uses the map. Existing users are waited for, and new ones wait.
+        """Run the block while no thread uses the map: wait for the current users, and let new ones wait.
 
-        A thread that uses the map must not enter this block.
+        A thread that is using the map must not enter this block.
         """
         with self._gate:
             self._gate.wait_for(lambda: self._num_users == 0)
             yield
 
     def close(self) -> bool:
-        """Refuse new users, and wait until all have left. Returns False if it was already closed."""
+        """Refuse new users, and wait until all users have left. Returns False if it was already closed."""
         with self._gate:
             if self.is_closed:
                 return False
@@ -166,19 +166,20 @@ class MapUsers:
 
 
 class LmdbFiles:
-    """The open files of a store. One process has them open, and one of its threads at a time changes them.
+    """The open files of a store: index and slabs. One process has them open, and one thread at a time changes them.
 
-    LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the boot mark records that too, so
-    that the next start is empty. Until then changes are refused and reads continue. If LMDB stops because it could not
-    write its root, the index is reopened as it was before that write. In a process forked from this one `close` does
-    nothing and every other call raises ValueError. The caller must call `settle` once the records are within the
-    capacity.
+    LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the boot mark records the damage,
+    and the next start begins with an empty store. Until then changes are refused and reads continue. If LMDB stops
+    because it could not write its root, the index is reopened as it was before that write.
+
+    In a process forked from this one `close` does nothing, and every other call raises ValueError. The caller must call
+    `settle` once the stored records fit into the capacity.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
         self.writer = threading.RLock()  # held for a change; acquired before `_users`, never inside it
         self.name = name
-        self.here = opened.here  # leads to the open folder even if its name leads elsewhere now
+        self.here = opened.here  # leads to the open folder even if its name leads to another one now
         self.tables = opened.tables  # of the index; replaced when the index is reopened
         self.slabs = opened.slabs
         self.capacity_bytes = opened.capacity_bytes
@@ -204,7 +205,7 @@ class LmdbFiles:
             raise
 
     def settle(self) -> None:
-        """Bring the files to their right size and start taking checkpoints. Records must be within the capacity."""
+        """Adjust the files to the capacity, and start taking checkpoints. The records must fit into the capacity."""
         self._tidy_up()
         with self.reading() as txn:
             counters = self.tables.counters(txn)
@@ -218,7 +219,7 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Release the disk space of free slots, in several changes, until all slots take at most *limit_bytes*."""
+        """Release disk space of free slots until all slots take at most *limit_bytes*. Takes several changes."""
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
@@ -233,7 +234,7 @@ class LmdbFiles:
             pass
 
     def close(self) -> None:
-        """Sync and unmap once all calls in progress have ended. A second call does nothing."""
+        """Sync and close the files once all calls in progress have ended. A second call does nothing."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -248,14 +249,14 @@ class LmdbFiles:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the index was found damaged. Then the process should end, because the next one starts empty."""
+        """Whether the index was found damaged. The process should then end; the next one starts with an empty store."""
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the map open inside the block; `close` waits for its end. Raises ValueError after `close`.
+        """Keep LMDB's memory map open inside the block; `close` waits for the end of the block.
 
-        Never nest two blocks.
+        Raises ValueError after `close`. A thread must not nest two blocks.
         """
         self._refuse_forked()
         self._recover()
@@ -266,7 +267,7 @@ class LmdbFiles:
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
         """Run the block in a read transaction.
 
-        Keep the block short, because pages freed since it began cannot be reused before it ends.
+        Keep the block short: pages that are freed meanwhile cannot be reused before it ends.
         """
         with self.using(), self.tables.env.begin() as txn:
             yield txn
@@ -277,8 +278,8 @@ class LmdbFiles:
 
         Args:
             added_bytes: Bytes of new pages that the change may need for the records that it adds or marks.
-            removal_bytes: Bytes of new pages that it may need in addition for evictions, for marked records that it
-                skips, and for free slots that it turns into holes.
+            removal_bytes: Bytes of new pages that the change may need in addition, for evictions, for marked records
+                that it skips, and for free slots that it turns into holes.
         """
         self._refuse_forked()
         with self.writer:
@@ -305,14 +306,14 @@ class LmdbFiles:
                     if isinstance(error, lmdb.MapFullError) and not self.tables.file.is_nearly_full(
                         added_bytes + removal_bytes
                     ):
-                        raise lmdb.CorruptedError("its map is said to be full, but has room for the change") from error
+                        raise lmdb.CorruptedError("LMDB reports a full map, but the change fits into it") from error
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         """Run *act*, which may need *new_bytes* of new pages, as one change that leaves enough pages for a deletion.
 
         LMDB does not say how many pages are free. So if the map is nearly full, the change tries to allocate the pages
-        that a deletion needs. Raises `StoreFull` if there are too few.
+        that a deletion needs. Raises `StoreFull` if there are too few pages.
         """
         try:
             return self._change_at_once(act, new_bytes)
@@ -321,9 +322,9 @@ class LmdbFiles:
             return self._change_at_once(act, new_bytes)
 
     def remove(self, act: Callable[[Change, int], _T]) -> _T:
-        """Run *act*, which deletes at most the given number of records, as one change.
+        """Run *act* as one change. It is called with the change and the maximum number of records that it may delete.
 
-        The number is small if the disk is full.
+        That number is small if the disk is full.
         """
         try:
             with self.changing() as change:
@@ -338,8 +339,8 @@ class LmdbFiles:
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed pages and slots usable again.
 
-        Releases the disk space of free slots, whatever their size, until the new slots of one more change fit into
-        *limit_bytes*, the limit on the disk space of all slots.
+        *limit_bytes* is the limit on the disk space of all slots. The disk space of free slots of any size is released
+        until the new slots of one more change fit into that limit.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
@@ -366,9 +367,10 @@ class LmdbFiles:
             return result
 
     def _mark_open(self) -> None:
-        """Sync the files if the durability level asks for it, and write the boot mark that says that they are open.
+        """Sync the files if the durability level requires it, and write the boot mark that says that they are open.
 
-        Runs before the first change. Until it has finished, the old mark is right and the old checkpoint is intact.
+        This runs before the first change. If it is interrupted, the old mark is still correct and the old checkpoint
+        intact.
         """
         level = self._opened.durability
         if level is Durability.COMMIT:
@@ -381,8 +383,8 @@ class LmdbFiles:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
     def _mark_closed(self) -> None:
-        """Sync the open files, and write the boot mark with the state in which they are left."""
-        if not self._opened.is_index_open:  # it could not be reopened, so it stays as it was, not synced
+        """Sync the open files, and write the boot mark that records their state after closing."""
+        if not self._opened.is_index_open:  # the index could not be reopened, so the mark stays as it was, not synced
             return
         with self._lmdb_errors():
             self._opened.sync()
@@ -391,10 +393,10 @@ class LmdbFiles:
             self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
-        """Release the disk space of slots that no committed change allocated.
+        """Release the disk space of slots that no committed change has allocated.
 
         Such slots exist if a process was killed after it had written to them, or if the index was restored to a
-        checkpoint that precedes their change.
+        checkpoint from before the change that allocated them.
         """
         if self._is_tidy:
             return
@@ -407,10 +409,14 @@ class LmdbFiles:
                         self.slabs.punch(*some)
             self._is_tidy = True
         except OSError as error:
-            _log.warning("store %s takes too much disk space until it is opened again: %s", self.name, error)
+            _log.warning(
+                "store %s takes too much disk space until it is opened again; unused slots could not be released: %s",
+                self.name,
+                error,
+            )
 
     def _undo_writes(self) -> None:
-        """Release the disk space of slots that a failed change has written to but not allocated."""
+        """Release the disk space of slots that a failed change has written to, and that stay unallocated."""
         if not self.slabs.written:
             return
         try:
@@ -432,7 +438,7 @@ class LmdbFiles:
             self._mark_open()
 
     def _reclaim(self) -> None:
-        """Allow reuse of freed pages and slots that a dead reader, the last checkpoint or the last change blocks."""
+        """Make freed pages and slots reusable that a dead reader, the last checkpoint or the last change blocks."""
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
@@ -454,7 +460,7 @@ class LmdbFiles:
         self._checkpoint.take()
 
     def _release_checkpoint(self) -> None:
-        """Let pages of the last checkpoint be reused. No change may happen before the next checkpoint."""
+        """Let LMDB reuse pages of the last checkpoint. The index must not change before the next checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -465,11 +471,11 @@ class LmdbFiles:
             except ValueError:  # closed
                 return
             except OSError as error:
-                _log.warning("store %s: the checkpoint failed, the previous one stays valid: %s", self.name, error)
+                _log.warning("store %s: the checkpoint failed, but the previous one stays valid: %s", self.name, error)
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """Raise errors of LMDB as OSError. If the tree is broken, also record that in the boot mark."""
+        """Raise errors of LMDB as OSError. If LMDB's tree is broken, record the damage in the boot mark."""
         try:
             yield
         except NoFreeSlot as error:
@@ -483,14 +489,14 @@ class LmdbFiles:
             if isinstance(error, DAMAGE) and self._damage is None:
                 try:
                     if not self._is_upkeep:
-                        _log.warning("store %s is damaged, and its next start is empty: %s", self.name, error)
+                        _log.warning("store %s is damaged and will start empty next time: %s", self.name, error)
                         self._opened.mark(FileState.DAMAGED)
                 finally:  # last, because a thread that sees `is_lost` ends the process, marked or not
                     self._damage = error
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
-        """Return whether LMDB refuses every call in this environment, because it could not write its root."""
+        """Return whether LMDB refuses every further call, because it could not write its root."""
         try:
             self.tables.env.begin().abort()
         except lmdb.PanicError:
@@ -500,7 +506,7 @@ class LmdbFiles:
         return False
 
     def _recover(self) -> None:
-        """Reopen the index as it was before, if LMDB could not write its root. Raises OSError if that still fails."""
+        """If LMDB could not write its root, reopen the index as it was before. Raises OSError if that fails."""
         if not self._has_panicked or self._users.is_closed:
             return
         with self.writer, self._users.exclusive():
@@ -525,8 +531,8 @@ def open_files(
 ) -> LmdbFiles:
     """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
-    *capacity_bytes* None stands for the capacity with which the folder was last opened. Maintenance commands open a
-    store this way. Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
+    If *capacity_bytes* is None, the store keeps the capacity with which it was last opened, as maintenance commands
+    want. Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

@@ -1,4 +1,4 @@
-"""Inspection of a store from outside, even while another process has it open, without changing or delaying anything."""
+"""Inspection of a store from outside. It changes nothing, and does not delay a process that has the store open."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from kvtier.store.lmdb.tables import RecordRow, Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # rows per read transaction (10 ms), during which the owner cannot reuse pages that it frees
-_DURABILITIES = {  # durability level of the process that left a boot mark with this state
+_DURABILITIES = {  # durability level of the process that wrote a boot mark with this state
     FileState.PROCESS: Durability.PROCESS,
     FileState.INTERVAL: Durability.INTERVAL,
     FileState.COMMIT: Durability.COMMIT,
@@ -33,32 +33,32 @@ class StoreLost(OSError):
 
 
 class StoreDamaged(StoreLost):
-    """Error raised if the index is broken and the boot mark does not record it, so an engine would open it."""
+    """Error raised if the index is broken, but the boot mark does not record it. An engine would open the store."""
 
 
 class Condition(StrEnum):
-    """State in which a data file was left."""
+    """State in which a store's data file was left."""
 
     CLEAN = "clean"  # closed and synced
     OPEN = "open"  # a process has it open
-    LEFT_OPEN = "left open"  # by a process that has ended; intact nevertheless
-    MACHINE_DOWN = "machine went down"  # while it was open
+    LEFT_OPEN = "left open"  # not closed by a process that has ended; intact nevertheless
+    MACHINE_DOWN = "machine went down"  # the machine crashed while a process had the file open
     DAMAGED = "damaged"  # its tree was found broken, or processes crashed on it
     OTHER_LAYOUT = "other layout"  # written by another version of this program
     UNKNOWN = "unknown"  # there is no readable boot mark
 
 
 class NextStart(StrEnum):
-    """Content that the next engine finds when it opens the store."""
+    """Content of the store that the next engine finds when it opens the store."""
 
-    WARM = "warm"
-    CHECKPOINT = "last checkpoint"
-    EMPTY = "empty"
+    WARM = "warm"  # all records
+    CHECKPOINT = "last checkpoint"  # the records of the last checkpoint
+    EMPTY = "empty"  # no records
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUse:
-    """Number and bytes of the records of one namespace, charged as in `StoreStatistics.stored_bytes`."""
+    """Number and bytes of one namespace's records. Bytes are counted as in `StoreStatistics.stored_bytes`."""
 
     namespace: bytes
     num_records: int
@@ -67,7 +67,7 @@ class NamespaceUse:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Counts of a store's content. If it changes meanwhile, the sums of the namespaces may differ from the totals."""
+    """Counts of a store's content. The namespaces may not add up to the totals if the store changes meanwhile."""
 
     num_records: int
     stored_bytes: int
@@ -79,12 +79,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A store at one moment.
+    """The state of a store at one moment, as `inspect` returns it.
 
-    *content* is None if the data file must not be opened as it is (*next_start* is not warm). *durability* is the level
-    of the process that has the store open or left it open; None after a clean end. *owner* is the pid of the process
-    that has it open. *owner* is None if there is no such process, or if it is not visible from here (in another
-    container).
+    *durability* is the level of the process that has the store open or left it open; None after a clean end. *owner* is
+    the pid of the process that has the store open. It is None if there is no such process, or if that process runs in
+    another container. *content* is None unless *next_start* is WARM, because the data file must not be opened
+    otherwise.
     """
 
     folder: Path
@@ -97,11 +97,11 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect the store in *folder* with read transactions so short that its owner is not delayed.
+    """Return the state of the store in *folder*, read in steps so short that the store's owner is not delayed.
 
     Raises FileNotFoundError if there is no store, and StoreLost if it turns out to be broken. Reading a broken store
-    may also crash the process. If the process is killed, its entry in LMDB's table of readers stays until the owner of
-    the store frees it.
+    may also crash the process. If the process is killed, its entry in LMDB's table of readers stays until the store's
+    owner removes it.
     """
     require_store(folder)
     with Folder(folder) as opened:
@@ -125,7 +125,7 @@ def require_store(folder: Path) -> None:
 
 
 def standing(folder: Path) -> tuple[Condition, NextStart]:
-    """Return how the data file in *folder* was left, and what the next start finds, according to its boot mark."""
+    """Return how the data file in *folder* was left, and what the next engine will find, according to the boot mark."""
     mark = BootMark.read(folder)
     if mark is None:
         return Condition.UNKNOWN, NextStart.EMPTY
@@ -144,7 +144,7 @@ def standing(folder: Path) -> tuple[Condition, NextStart]:
 def _owner(folder: Path) -> int | None:
     """Return the pid in the lock file if that process exists and the kernel lists a lock on the file, else None.
 
-    Trying to take the lock could turn away a process that is just opening the store.
+    The lock is not tried, because that could turn away a process that is just opening the store.
     """
     lock = folder / "owner.lock"
     try:
@@ -194,7 +194,7 @@ def _content(folder: Folder) -> Content:
 
 
 def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
-    """Count the records by namespace, `_ROWS_PER_LOOK` in each read transaction."""
+    """Count the records by namespace, with `_ROWS_PER_LOOK` records in each read transaction."""
     records = env.open_db(b"records", create=False)
     num_records, stored_bytes = Counter[bytes](), Counter[bytes]()
     last = b""

@@ -1,4 +1,4 @@
-"""`LmdbStore`: an LMDB index and slab files, the disk tier of one process."""
+"""`LmdbStore`: a store on disk with an LMDB index and slab files, owned by one process."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,19 +21,18 @@ _KEYS_PER_PAGE = 4096
 
 
 class LmdbStore:
-    """A `BlobStore` on disk. Opening it takes the same time at any size.
+    """A `BlobStore` on disk, with an index in LMDB and payloads in slab files.
 
-    One process owns *folder*; another one gets `FolderInUse`. A payload is written to a free slot of a slab file. Then
-    record, slot, recency and accounting change in one transaction, so a process killed at any point leaves an intact
-    store. *durability* determines what survives a machine crash. *interval_s* is the time between checkpoints, to which
-    a store with durability INTERVAL returns after a machine crash. *quotas* are bytes by tenant; a quota is enforced
-    from the first put of its tenant on. *owner* is the pid that other processes are shown, by default this process's.
+    One process owns the folder. Another process that opens it gets `FolderInUse`, and a process forked from the owner
+    may not use the store. Opening takes the same time at any size. The folder never takes more disk space than
+    `data_file.max_bytes(capacity_bytes)`.
 
-    Once LMDB's tree was found broken, changes raise OSError, reads continue (each is verified), and the next start is
-    empty. Without *capacity_bytes* the store has the capacity with which it was last opened, and a missing or broken
-    store raises OSError and stays as it is. A process forked from the owner may not use the store. The folder never
-    takes more disk space than `data_file.max_bytes(capacity_bytes)`. If the disk fails to read a page of the index,
-    SIGBUS ends the process, as in every program that maps files. `StoreProcess` protects against that.
+    A payload is first written to a free slot of a slab file. Then one transaction adds its record and updates eviction
+    order and counters. So a process that is killed at any point leaves an intact store.
+
+    After LMDB's tree was found broken, changes raise OSError, reads continue (each is verified), and the next start is
+    empty. If the disk fails to read a page of the index, SIGBUS ends the process, as in every program that maps files.
+    `StoreProcess` protects against that.
     """
 
     def __init__(
@@ -48,6 +47,20 @@ class LmdbStore:
         owner: int | None = None,
     ) -> None:
         # Index and slabs; maintenance commands use them too.
+        """Open the store in *folder*.
+
+        Args:
+            folder: Folder of the store.
+            capacity_bytes: Limit on the stored bytes. If it is None, the store keeps the capacity with which it was
+                last opened. Then a missing or broken store raises OSError and is not changed.
+            codec: Encoding of new blocks.
+            cipher: Encrypts all blocks, if given.
+            durability: What survives a machine crash.
+            interval_s: Time between checkpoints, to which a store with durability INTERVAL returns after a machine
+                crash.
+            quotas: Limits in bytes, by tenant. A tenant's quota is enforced from its first put on.
+            owner: Pid that other processes are shown, by default this process's.
+        """
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
         self._quotas = quotas
         self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
@@ -136,9 +149,10 @@ class LmdbStore:
         self.close()
 
     def _walk(self) -> Iterator[bytes]:
-        """Yield the keys, newest first, with one short read transaction per batch.
+        """Yield the keys, newest first, with one read transaction per batch.
 
-        LMDB cannot reuse pages that are freed during a read transaction before its end.
+        The transactions are short, because LMDB cannot reuse pages that are freed during a read transaction before its
+        end.
         """
         before = None
         while True:

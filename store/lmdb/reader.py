@@ -19,7 +19,7 @@ from kvtier.store.slab import Slot
 
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
 _SHARE_BYTES = 1 << 20  # minimum bytes of a read per thread
-_CACHED_SHARE_BYTES = 8 << 20  # the same for page cache hits: handing work over takes as long as copying a megabyte
+_CACHED_SHARE_BYTES = 8 << 20  # the same for blocks in the page cache: handing over work costs as much as copying 1 MiB
 _LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
 _READ_BYTES = 1 << 20  # bytes (or one block) that a thread reads before it verifies them, while they are in its cache
 
@@ -27,9 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class LmdbReader:
-    """A reader of *files*, in the threads of its callers and `NUM_READERS` of its own. Counts faults.
+    """A reader of the blocks in *files*, which verifies each block and counts faults. Thread-safe.
 
-    It deletes records that it finds bad. *timed*, if given, learns how long reads take, to choose a codec.
+    Large reads are shared with `NUM_READERS` threads of its own. Records that turn out to be bad are deleted. *timed*,
+    if given, is told how long reads take, so that it can choose the faster codec.
     """
 
     def __init__(self, files: LmdbFiles, cipher: Cipher | None, timed: CodecChoice | None) -> None:
@@ -59,7 +60,10 @@ class LmdbReader:
         return [*self._read_share(shares[0]), *chain.from_iterable(others)]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Read a record; return the bytes read and its fault, or None without a record. Deletes and counts nothing."""
+        """Read and verify a record. Returns the bytes read and the fault, or None if there is no record.
+
+        A bad record is neither deleted nor counted.
+        """
         while True:
             with self._files.using():
                 found = self._located([key])[0]
@@ -70,25 +74,25 @@ class LmdbReader:
                 if self._fill([(slot, value)]):
                     return 0, Fault.IO_ERROR
                 fault = fault_of(key, header, value, self._cipher)
-                if fault is None or self._located([key])[0] == found:  # otherwise it was replaced meanwhile
+                if fault is None or self._located([key])[0] == found:  # otherwise the record was replaced meanwhile
                     return slot.num_bytes, fault
 
     def faults(self) -> dict[Fault, int]:
-        """Return the number of each fault so far."""
+        """Return how often each fault has occurred so far."""
         with self._counting:
             return dict(self._faults)
 
     def close(self) -> None:
-        """End the reader's threads; the files must be closed. A second call does nothing."""
+        """End the reader's threads. The files must be closed first. A second call does nothing."""
         self._threads.shutdown()
 
     def _seems_cached(self, key: bytes) -> bool:
-        """Return whether the block of *key* is in the page cache. Then the rest of the request probably is too."""
+        """Return whether the block of *key* is in the page cache, as a guess for all blocks of a request."""
         try:
             with self._files.using():
                 (found,) = self._located([key])
                 return found is not None and self._files.slabs.is_cached(found[1])
-        except OSError:  # the read reports it
+        except OSError:  # the following read reports the error
             return False
 
     def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
@@ -109,7 +113,7 @@ class LmdbReader:
     def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         """Find the slots of these blocks in one transaction, and read them after it has ended.
 
-        If a slot is reused meanwhile, the block that is read has a wrong digest.
+        If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
         """
         results: list[bytes | Fault] = []
         try:
@@ -124,7 +128,7 @@ class LmdbReader:
     def _read_piece(
         self, pairs: Sequence[tuple[bytes, memoryview]], found: Sequence[tuple[bytes, Slot] | None]
     ) -> list[bytes | Fault]:
-        """Read all blocks whose headers and slots were found, then verify each. The caller is inside `files.using`."""
+        """Read and verify the blocks whose headers and slots were *found*. The caller is inside `files.using`."""
         values = [
             memoryview(b"") if place is None else _target(*place, out)
             for place, (_, out) in zip(found, pairs, strict=True)
@@ -144,12 +148,12 @@ class LmdbReader:
         ]
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
-        """Return header and slot of each key, or None without a record. The caller is inside `files.using`."""
+        """Return header and slot of each key, or None if it has no record. The caller is inside `files.using`."""
         with self._files.tables.env.begin() as txn:
             return [self._files.tables.located(txn, key) for key in keys]
 
     def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
-        """Read all slots together or, if that fails, one by one. Return the slots that cannot be read."""
+        """Read all slots into memory together or, if that fails, one by one. Returns the slots that cannot be read."""
         try:
             self._files.slabs.read([slot for slot, _ in places], [value for _, value in places])
             return set()
@@ -159,9 +163,9 @@ class LmdbReader:
         return set().union(*(self._fill([place]) for place in places))
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
-        """Read *key*, whose record was found bad, once more under the writer's lock, and delete it if still bad.
+        """Read *key*, whose record was found bad, once more under the writer's lock. If still bad, delete the record.
 
-        A good record, which must stay, may have replaced it since the first read.
+        A good record may have replaced the bad one since the first read, and must stay.
         """
         with self._files.writer:
             (result,) = self._read_run([(key, out)])
@@ -174,12 +178,12 @@ class LmdbReader:
 
 
 def _is_bad(result: bytes | Fault) -> bool:
-    """Return whether the *result* of a read is a record that must be deleted."""
+    """Return whether the *result* of a read means that the record must be deleted."""
     return isinstance(result, Fault) and result.is_bad_record
 
 
 def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
-    """Return memory to read a slot into, which is *out* itself if the slot has the raw bytes of the block."""
+    """Return memory to read a slot into: *out* itself if the slot holds the block's raw bytes, else new memory."""
     return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
 
 
@@ -189,7 +193,7 @@ def _scratch(slot: Slot) -> memoryview:
 
 
 def _runs(pairs: Sequence[tuple[bytes, memoryview]], max_bytes: int) -> Iterator[slice]:
-    """Yield slices of *pairs* that have at most *max_bytes* each, or one block."""
+    """Split *pairs* into slices whose blocks have at most *max_bytes* together; a slice of one block may have more."""
     start = num_bytes = 0
     for i, (_, out) in enumerate(pairs):
         if i > start and num_bytes + out.nbytes > max_bytes:

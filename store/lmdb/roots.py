@@ -1,8 +1,8 @@
 """Checks the two roots of an LMDB file (LMDB 0.9, 64 bit, little-endian) before the file is opened.
 
-LMDB keeps the roots in the first two pages, without a checksum, and trusts what they say about the other pages. If a
-root names a last page far beyond the file, LMDB extends the file to it. If a root has an older transaction number, LMDB
-overwrites pages of the newer one.
+LMDB keeps the roots in the first two pages, without a checksum, and trusts what they say about the other pages. So a
+damaged root does further damage. If it names a last page far beyond the file, LMDB extends the file to that page. If it
+has an older transaction number, LMDB overwrites pages of the newer root.
 """
 
 import os
@@ -20,7 +20,7 @@ _META_AT = 16  # offset of a root, after the header of its page
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _INTEGER_KEYS = 0x08  # flags of the list of free pages; the main tree has none
 _NO_PAGE = (1 << 64) - 1
-_MAX_LEVELS = 16  # of a tree; one of 4096 pages of 4 KiB has three
+_MAX_LEVELS = 16  # limit on the depth of a tree; a tree of 4096 pages of 4 KiB has three levels
 
 
 class _Root(NamedTuple):
@@ -39,11 +39,11 @@ class _Root(NamedTuple):
     transaction: int
 
     def is_of_lmdb(self, number: int) -> bool:
-        """Return whether this can be root *number* (0 or 1) of a file of this LMDB version."""
+        """Return whether this can be root *number* (0 or 1) of a file of the supported LMDB version."""
         return (self.magic, self.version, self.transaction % 2) == (_MAGIC, _VERSION, number)
 
     def is_plausible(self, num_pages: int) -> bool:
-        """Return whether the root's trees can belong to a file of *num_pages*."""
+        """Return whether the root and its trees can belong to a file of *num_pages* pages."""
         return (
             (self.page_bytes, self.free_flags, self.main_pad, self.main_flags) == (PAGE_BYTES, _INTEGER_KEYS, 0, 0)
             and self.map_bytes % PAGE_BYTES == 0
@@ -56,7 +56,7 @@ class _Root(NamedTuple):
 
 
 def check(data_file: Path) -> None:
-    """Raise CorruptedError unless both roots of *data_file* are possible and consecutive, and the newer is sound.
+    """Raise CorruptedError unless both roots of *data_file* are valid and consecutive, and the newer one is plausible.
 
     The trees of the older root are not checked. LMDB never reads them, and they may be wrong in an intact file: after a
     failed write of a root, LMDB restores that root's transaction number and last page, but not its trees.

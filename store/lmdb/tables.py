@@ -1,4 +1,4 @@
-"""`Tables`: the sub-databases of an LMDB store. `IndexFile`: the file under LMDB's map."""
+"""The index of an LMDB store: its sub-databases (`Tables`) and the file that LMDB maps into memory (`IndexFile`)."""
 
 import ctypes
 import errno
@@ -33,15 +33,15 @@ MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
 _LOCK_BYTES = (_MAX_READERS + 64) * 64  # minimum: LMDB takes 64 bytes per reader, and 200 for the file
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
-# Pages that a change which adds records must leave free. They are enough to evict 3 records and to skip 3 marked ones
-# on a full disk, in trees that are three levels deep.
+# A change that adds records leaves this many pages free, so that evictions are possible even on a full disk. The pages
+# are enough to evict 3 records and to skip 3 marked ones, in trees that are three levels deep.
 SPARE_PAGES = 64
 MIN_REMOVAL_BYTES = SPARE_PAGES * PAGE_BYTES
 _AHEAD_BYTES = 8 << 20  # disk space reserved at a time
 
 
 def checksum(key: bytes, row: bytes = b"") -> bytes:
-    """Return the checksum of *key* and *row*, which is stored after the row, or alone if the row is empty."""
+    """Return the checksum of *key* and *row*, which the index stores at the end of the row."""
     return xxhash.xxh3_64_digest(key + row)
 
 
@@ -54,7 +54,7 @@ def verified(key: bytes, packed: bytes) -> bytes:
 
 
 class _Layout(struct.Struct):
-    """A layout of rows. Bytes that do not fit it raise CorruptedError."""
+    """A binary format of rows. `unpack` raises CorruptedError for bytes that do not have this format."""
 
     def unpack(self, row: "Buffer") -> tuple[Any, ...]:
         try:
@@ -64,31 +64,32 @@ class _Layout(struct.Struct):
 
 
 class _Counts:
-    """A layout of rows that hold counts, with a checksum. Implausible counts raise CorruptedError."""
+    """A binary format of rows that hold counts and a checksum. A negative or huge count raises CorruptedError."""
 
     def __init__(self, layout: str) -> None:
         self._layout = _Layout(layout)
 
     def pack(self, key: bytes, *counts: float) -> bytes:
-        """Return the row of *counts* at *key*."""
         row = self._layout.pack(*self._plausible(counts))
         return row + checksum(key, row)
 
     def unpack(self, key: bytes, packed: bytes) -> tuple[Any, ...]:
-        """Return the counts in the row at *key*."""
         return self._plausible(self._layout.unpack(verified(key, packed)))
 
     def _plausible(self, counts: tuple[Any, ...]) -> tuple[Any, ...]:
         if not all(0 <= count < _MAX for count in counts):
-            raise lmdb.CorruptedError(f"a row makes no sense: {counts}")
+            raise lmdb.CorruptedError(f"a row makes no sense: its counts are {counts}")
         return counts
 
 
 class _Slots(_Layout):
-    """A layout of keys that describe a slot. The row is only a checksum of the key."""
+    """A binary format of keys that describe a slot. The row at such a key holds only the key's checksum."""
 
     def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
-        """Return the fields of *key*. Raises CorruptedError unless its row *packed* is the key's checksum."""
+        """Return the fields of *key*, whose row is *packed*.
+
+        Raises CorruptedError unless the row is the checksum of the key.
+        """
         if packed != checksum(key):
             raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
         return self.unpack(key)
@@ -109,7 +110,11 @@ _DAY_S = 86_400.0
 
 @dataclass(slots=True)
 class Counters:
-    """The ledger, a row of counters: sums that a full count would also give, and totals since the store was created."""
+    """The counters of a store, which are one row of the index, the ledger.
+
+    Some counters are sums over all records, so that the records need not be counted. The others are totals since the
+    store was created.
+    """
 
     num_records: int = 0
     stored_bytes: int = 0
@@ -118,7 +123,7 @@ class Counters:
     evicted_total: int = 0
     capacity_bytes: int = 0  # with which the store was last opened
     recent_written_bytes: int = 0  # decaying by two thirds a day
-    written_lately_at: float = 0.0  # seconds since 1970
+    written_lately_at: float = 0.0  # when `recent_written_bytes` was computed, in seconds since 1970
     num_changes: int = 0
     slab_bytes: int = 0  # of all slots that take disk space
     quota_evicted_total: int = 0  # part of `evicted_total`
@@ -139,12 +144,12 @@ class Counters:
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """Return `recent_written_bytes`, decayed until *now*."""
+        """Return `recent_written_bytes` as it has decayed until *now* (seconds since 1970)."""
         return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
 class RecordRow(NamedTuple):
-    """A record without its payload: its row in `records`."""
+    """The row of a record in the table `records`: everything about the record except its payload."""
 
     sequence: int
     charged_bytes: int
@@ -170,16 +175,17 @@ class RecordRow(NamedTuple):
 
 
 def plausible(slot: Slot) -> Slot:
-    """Return *slot*. Raises CorruptedError if no file can contain it, which means that it comes from a broken page."""
+    """Return *slot* unchanged. Raises CorruptedError if no file can contain such a slot, as after damage to a page."""
     if slot.num_bytes == 0 or slot.num_bytes % PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
-        raise lmdb.CorruptedError(f"a row names the impossible {slot}")
+        raise lmdb.CorruptedError(f"a row names a slot that cannot exist: {slot}")
     return slot
 
 
 class IndexFile:
-    """The data file of *env*, open as *descriptor*, and owner of both. Reserves disk space before LMDB writes to it.
+    """The data file of the LMDB environment *env*, also open as *descriptor*. Closes both.
 
-    Any thread may call `sync`; only the writer calls the other methods.
+    Reserves disk space before LMDB writes to the file. Any thread may call `sync`; only the store's writer calls the
+    other methods.
     """
 
     def __init__(self, env: lmdb.Environment, descriptor: int) -> None:
@@ -199,7 +205,10 @@ class IndexFile:
         return self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Unmap and close the file. A transaction still open would crash the process. A second call does nothing."""
+        """Unmap and close the file. A second call does nothing.
+
+        No transaction may be open, because LMDB would then crash the process.
+        """
         self.env.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -214,9 +223,9 @@ class IndexFile:
         return os.fstat(self._open_descriptor()).st_blocks * 512
 
     def sync(self) -> None:
-        """Block until the file, as it was at the call, is on disk.
+        """Block until the file, with everything written before the call, is on disk.
 
-        Raises OSError or lmdb.Error if that fails. From then on every call raises until the writer has called
+        Raises OSError or lmdb.Error if that fails. After a failure every call raises until the writer has called
         `rewrite`.
         """
         with self._syncing:
@@ -231,8 +240,9 @@ class IndexFile:
     def rewrite(self) -> None:
         """Write all pages to the file again, so that the next sync writes them to disk.
 
-        The kernel reports only once that it could not write pages, and then treats them as written. Without this call,
-        the next sync would succeed without writing them, and a checkpoint that is not on disk would be trusted.
+        Call this after a failed sync. The kernel reports only once that it could not write pages, and then treats them
+        as written. So the next sync would succeed without writing them, and a checkpoint that is not on disk would be
+        trusted.
         """
         descriptor = self._open_descriptor()
         with self._syncing:
@@ -243,9 +253,9 @@ class IndexFile:
             self.sync_failed = False
 
     def reserve(self, new_bytes: int) -> None:
-        """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if there is none.
+        """Reserve disk space for *new_bytes* beyond the pages in use. Raises OSError if the disk is full.
 
-        On a full disk, writing to a page of a mapped file that has no disk space raises SIGBUS instead of ENOSPC.
+        Without reserved space, a write to the mapped file on a full disk raises SIGBUS instead of ENOSPC.
         """
         map_bytes = self.env.info()["map_size"]
         wanted = min(self.used_bytes() + new_bytes, map_bytes)
@@ -256,7 +266,7 @@ class IndexFile:
                 self._reserve_up_to(wanted)
 
     def is_nearly_full(self, new_bytes: int) -> bool:
-        """Return whether *new_bytes* and the spare pages might not fit after the last page in use."""
+        """Return whether LMDB's map might be too small for *new_bytes* more and the pages kept free for evictions."""
         return self.used_bytes() + new_bytes + MIN_REMOVAL_BYTES > self.env.info()["map_size"]
 
     def _reserve_up_to(self, end: int) -> None:
@@ -269,7 +279,10 @@ class IndexFile:
 
 
 class Tables:
-    """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` in the same folder.
+    """The index of a store: an LMDB environment with eight sub-databases.
+
+    The index does not contain the payloads. They are in the slots of `Slabs`, the files in the same folder. A free slot
+    without disk space is a hole.
 
     The sequence number of a record is its place in the eviction order. Its charged bytes count against the capacity.
     Its mark says that it was used recently, so that eviction skips it once.
@@ -277,11 +290,11 @@ class Tables:
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
     owned     tenant and sequence number -> key: the same order for each tenant
-    free      slots without a record that have disk space: size, change that freed it, number
-    holes     slots without a record and without disk space: size, number
-    slabs     size -> number of slots
+    free      free slots that have disk space: slot size, number of the change that freed it, slot number
+    holes     free slots without disk space: slot size, slot number
+    slabs     slot size -> number of slots
     tenants   tenant -> charged bytes
-    ledger    `Counters`
+    ledger    the row of `Counters`
     """
 
     def __init__(self, file: IndexFile, tables: "Sequence[lmdb._Database]") -> None:
@@ -300,19 +313,19 @@ class Tables:
 
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
-        """Return the capacity in the ledger of an environment that is open for reading only."""
+        """Return the capacity that is recorded in *env*, an environment opened for reading only."""
         return Tables.counters_in(env).capacity_bytes
 
     @staticmethod
     def counters_in(env: lmdb.Environment) -> Counters:
-        """Return the ledger of an environment that is open for reading only."""
+        """Return the counters that are recorded in *env*, an environment opened for reading only."""
         ledger = env.open_db(b"ledger", create=False)
         with env.begin() as txn:
             packed = txn.get(COUNTERS_KEY, db=ledger)
         return Counters() if packed is None else Counters.unpack(packed)
 
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
-        """Return the ledger as *txn* sees it."""
+        """Return the store's counters as *txn* sees them."""
         packed = txn.get(COUNTERS_KEY, db=self.ledger)
         return Counters() if packed is None else Counters.unpack(bytes(packed))
 
@@ -321,11 +334,11 @@ class Tables:
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
-        """Iterate over the holes, which are slots without disk space."""
+        """Iterate over the holes, which are the free slots without disk space."""
         return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
 
     def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
-        """Return those of *slots* that should have no disk space: holes, and slots behind the last one of a slab."""
+        """Return those of *slots* that should have no disk space: holes, and slots beyond the end of their slab."""
         ends = self.num_slots(txn)
         return [
             slot
@@ -334,7 +347,7 @@ class Tables:
         ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
-        """Return header and slot of the record of *key*, which is all that a read needs, or None if there is none."""
+        """Return the header and the slot of the record of *key*, or None if *key* has no record."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return None
@@ -343,9 +356,9 @@ class Tables:
         return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
-        """Return up to *limit* records older than *sequence*, newest first, as sequence number and key.
+        """Return the sequence numbers and keys of up to *limit* records older than *sequence*, newest first.
 
-        *sequence* None stands for the end of the order, so the newest records are returned.
+        If *sequence* is None, return the newest records.
         """
         with txn.cursor(db=self.order) as cursor:
             if sequence is None:
@@ -357,7 +370,7 @@ class Tables:
                 (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, limit)
             ]
         for before, after in pairwise([(sequence, b""), *page]):
-            if before[0] is not None and before[0] <= after[0]:  # continuing from the last key would never end
+            if before[0] is not None and before[0] <= after[0]:  # otherwise a caller's loop might never end
                 raise lmdb.CorruptedError("the keys of a table are out of order")
         return page
 
@@ -369,7 +382,7 @@ class Tables:
         }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
-        """Raise AssertionError if tables or slots disagree, or if a record may be evicted before its child."""
+        """Raise AssertionError if the sub-databases disagree, or a record would be evicted before its child block."""
         counters = self.counters(txn)
         places = {verified(place, row): place for place, row in _rows(txn, self.order)}
         order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
@@ -440,7 +453,10 @@ def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
 
 
 def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database":
-    """Open a sub-database, created if the environment is new. Raises CorruptedError if it is missing otherwise."""
+    """Open the sub-database *name*, and create it if the environment is new.
+
+    Raises CorruptedError if the environment is not new but lacks the sub-database.
+    """
     try:
         return env.open_db(name, create=is_new)
     except lmdb.NotFoundError as error:
@@ -448,10 +464,10 @@ def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database"
 
 
 def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:
-    """Keep *opened* from being freed in a process forked from this one.
+    """Prevent a process forked from this one from freeing *opened*.
 
-    Freeing it there would free this process's slot in the reader table, which both processes share. LMDB would then
-    overwrite pages that this process still reads.
+    Both processes share LMDB's table of readers. If the child freed *opened*, this process would lose its entry in the
+    table, and LMDB would overwrite pages that this process still reads.
     """
     _parents.add(opened)
 

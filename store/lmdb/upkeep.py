@@ -1,9 +1,10 @@
 """Maintenance of a store that no engine has open: `kvtier check` and other commands verify it and delete from it.
 
-The functions are generators, so that a command sees their progress and can end them anywhere, which closes the store.
-They should run in a process of their own, because a broken tree may crash it. The store is opened with
-`Durability.COMMIT`, so a crash of the process or the machine meanwhile leaves the store no worse than before. A broken
-store stays as it is.
+The functions are generators, so that a command can show their progress. A command may stop at any point, which closes
+the store. Run the functions in a process of their own, because a damaged index may crash it.
+
+The store is opened with `Durability.COMMIT`, so a crash during maintenance leaves the store no worse than before. The
+functions do not change a store whose index is damaged.
 """
 
 import random
@@ -32,7 +33,10 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator in this module, in bytes as counted against the capacity. *total_bytes* 0: unknown."""
+    """Progress of a generator in this module, in bytes that count against the capacity.
+
+    *total_bytes* is 0 if the total is unknown.
+    """
 
     doing: str
     done_bytes: int = 0
@@ -50,7 +54,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of verifying a store. *miscount* is the last error in the accounting that was found, or "" if none."""
+    """Result of verifying a store. *miscount* says what is wrong in the store's accounting, or is "" if nothing is."""
 
     num_stored: int  # records in the store; perhaps only a sample of them was read
     tallies: dict[bytes, Tally]  # by namespace
@@ -82,7 +86,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Result of a deletion. *stored_bytes* is what the records counted against the capacity."""
+    """Result of a deletion. *stored_bytes* is how much the deleted records counted against the capacity."""
 
     num_records: int
     stored_bytes: int
@@ -91,10 +95,19 @@ class Deletion:
 def verify_store(
     folder: Path, owner: int, fix: bool = False, sample: int | None = None, key_file: Path | None = None
 ) -> Iterator[Progress | Verification]:
-    """Compare the accounting with a full count, and verify all records or a random *sample*.
+    """Compare the store's accounting with a full count, and verify its records. Yields the progress, then the result.
 
-    Yields `Progress` and finally the `Verification`. With *fix* bad records are deleted. *owner* is the pid that other
-    processes are shown. Raises FolderInUse, StoreLost, or ValueError for a file that holds no key.
+    Args:
+        folder: The store's folder.
+        owner: Pid that other processes see as the user of the store.
+        fix: Whether to delete bad records.
+        sample: Number of records to verify, chosen at random; None for all.
+        key_file: File with the key of an encrypted store.
+
+    Raises:
+        FolderInUse: Another process has the store open.
+        StoreLost: The index is damaged, or the files cannot be trusted.
+        ValueError: *key_file* contains no key.
     """
     require_store(folder)
     cipher = None if key_file is None else Cipher.from_file(key_file)
@@ -146,8 +159,8 @@ def delete_namespaces(
 ) -> Iterator[Progress | Deletion]:
     """Delete all records of *namespaces*, and release the disk space of their payloads.
 
-    *total_bytes* is the expected number of bytes to delete. Yields `Progress` and finally the `Deletion`. Raises what
-    `verify_store` raises.
+    *total_bytes* is the expected number of bytes to delete, which the progress shows. Yields `Progress` several times
+    and finally the `Deletion`. Raises FolderInUse or StoreLost, as `verify_store` does.
     """
     require_store(folder)
     yield Progress("opening")
@@ -164,7 +177,7 @@ def delete_namespaces(
 
 
 def mark_damaged(folder: Path) -> None:
-    """Record in the boot mark that the store is damaged, so that the next engine starts empty. Raises FolderInUse."""
+    """Record on disk that the store is damaged, so that the next engine starts it empty. Raises FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)
         try:
@@ -175,13 +188,13 @@ def mark_damaged(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[LmdbStore]:
-    """Open the store in *folder* with its recorded capacity."""
+    """Open the store in *folder* with its recorded capacity, and raise errors that tell an operator what to do."""
     try:
         with LmdbStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
     except FolderInUse as error:
         whose = str(error).partition(";")[0]
-        raise FolderInUse(f"{whose}; stop that process first. kvtier stats works while it runs") from error
+        raise FolderInUse(f"{whose}; stop that process first (kvtier stats works while it runs)") from error
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error

@@ -44,10 +44,11 @@ class _Call:
 
 
 class GroupCommit:
-    """A group commit: the calls that arrive during a change are stored by the next change, up to *max_bytes*.
+    """A group commit, which stores the blobs of concurrent `put` calls together in one change of the store.
 
-    The call that gets the *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a lone
-    call waits for no other. If that call is interrupted, the next one that gets the lock serves the remaining calls.
+    Calls that arrive during a change wait and are stored by the next change, up to *max_bytes*. The call that gets the
+    *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a single call does not wait
+    for others. If that call is interrupted, the next one that gets the lock stores the remaining blobs.
     """
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
@@ -62,9 +63,9 @@ class GroupCommit:
         return len(self._waiting)
 
     def put(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs* and return the keys evicted for this call. Raises what *act* raises.
+        """Store *blobs* and return the keys that were evicted to make room. Raises the errors of *act*.
 
-        Once this has returned or raised, interrupted or not, no thread reads *blobs* any more.
+        After the call has ended, even by an interruption, no thread reads *blobs* any more.
         """
         call = _Call(blobs, sum(charged_bytes(blob.raw.nbytes) for blob in blobs))
         try:
@@ -82,9 +83,9 @@ class GroupCommit:
         return call.evicted
 
     def _gathered(self) -> list[_Call]:
-        """Return the next waiting calls, of at most `max_bytes` together, or one larger call.
+        """Return the waiting calls to store in the next change. At least one call must be waiting.
 
-        At least one call must be waiting.
+        Together they have at most `max_bytes`, unless the first call alone is larger.
         """
         calls: list[_Call] = []
         num_bytes = 0
@@ -116,7 +117,7 @@ class GroupCommit:
 
 
 class _StillTooMuch(Exception):
-    """Error raised if there is still no room after one change has evicted or skipped as many records as it may."""
+    """Error of a change that has evicted or skipped as many records as it may, but still has too little room."""
 
     def __init__(self, evicted: list[bytes]) -> None:
         super().__init__()
@@ -124,9 +125,10 @@ class _StillTooMuch(Exception):
 
 
 class DiskRoom:
-    """The current capacity of a store whose folder is *here*. Only the writer uses this object.
+    """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
 
-    The full capacity is *max_bytes*. When the disk is full, the capacity is lowered until the disk has more free space.
+    *name* is the store's folder as messages show it. *here* is the path that is used to reach the folder. Only the
+    writer uses this object.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
@@ -138,11 +140,10 @@ class DiskRoom:
         self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
 
     def shrink(self, taken_bytes: int) -> bool:
-        """Lower the capacity, because the disk is full while all slots (places for payloads) take *taken_bytes*.
+        """Lower the capacity, because the disk is full. The store's slots now take *taken_bytes* of the disk.
 
-        To leave room for the index, the slots must take `_INDEX_ROOM_BYTES` less than now, or a quarter less if that is
-        smaller. Returns False and changes nothing if no capacity would be left, which means that other files fill the
-        disk.
+        The new capacity leaves `_INDEX_ROOM_BYTES` of these bytes to the index, or a quarter of them if that is less.
+        Returns False and changes nothing if no capacity would be left. In that case other files fill the disk.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
@@ -151,22 +152,22 @@ class DiskRoom:
             return False
         self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
         _log.warning(
-            "store %s: the disk is full; its capacity is lowered to %.1f MB until there is room for %.1f MB",
+            "store %s: the disk is full; the capacity is lowered to %.1f MB until the disk has space for %.1f MB",
             *(self._name, self.capacity_bytes / 1e6, self._max_bytes / 1e6),
         )
         return True
 
     def on_shrunk(self) -> None:
-        """Note that the store has shrunk. It grows back only when the disk has more free space than now."""
+        """Record how much disk space is free, now that the store has shrunk. `grow_back` waits for more than that."""
         self._left_bytes = self._free_bytes()
 
     def grow_back(self) -> None:
-        """Restore the full capacity if the disk has more free space than after the store shrank."""
+        """Restore the full capacity if the disk has clearly more free space than right after the store shrank."""
         if self.capacity_bytes == self._max_bytes:
             return
         if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
             self.capacity_bytes, self.slab_bytes = self._max_bytes, data_file.slab_bytes(self._max_bytes)
-            _log.warning("store %s: the disk has room again; its full capacity is restored", self._name)
+            _log.warning("store %s: the disk has free space again; the full capacity is restored", self._name)
 
     def _free_bytes(self) -> int:
         try:
@@ -177,11 +178,11 @@ class DiskRoom:
 
 
 class LmdbWriter:
-    """The writer of all changes to a store's records: puts with the evictions that they need, touches and deletions.
+    """The part of a store that changes its records: by puts with the evictions that they need, touches and deletions.
 
-    The records stay within the capacity, and a tenant's records within its quota. While the disk is full, the capacity
-    is lower than that of *files*. Blocks are encoded by *codec*. With *durability* COMMIT a put also syncs the
-    payloads.
+    The writer keeps the records within the capacity, and a tenant's records within its quota in *quotas*. While the
+    disk is full, the capacity is lower than that of *files*. *codec* encodes the blocks. If *durability* is COMMIT, a
+    put returns only once the payloads are on disk.
     """
 
     def __init__(
@@ -203,7 +204,10 @@ class LmdbWriter:
         self._group = GroupCommit(files.writer, data_file.part_bytes(files.capacity_bytes), self._put_group)
 
     def fit_capacity(self) -> None:
-        """Evict what exceeds a lowered capacity. No put returns these keys, because no caller knows them yet."""
+        """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
+
+        No put returns their keys, because no caller knows them yet.
+        """
         self._evict_to(self._files.capacity_bytes)
         self._untold.clear()
 
@@ -222,7 +226,7 @@ class LmdbWriter:
                         full.evicted, self._untold = list(dict.fromkeys(self._untold)), []
                         raise full from error
                 raise
-            for blob in part:  # an earlier part of this call may have evicted the key, which has a record again
+            for blob in part:  # stored now, even if an earlier part of this call evicted the key
                 evicted.pop(blob.key, None)
             evicted.update(dict.fromkeys(gone))
         return list(evicted)
@@ -266,11 +270,14 @@ class LmdbWriter:
         return Evicted(gone, num_freed)
 
     def close(self) -> None:
-        """End the writer's thread; the files must be closed. A second call does nothing."""
+        """End the writer's thread. The store's files must already be closed. A second call does nothing."""
         self._syncer.shutdown()
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*, making room if there is none, and return all evicted keys that no put has returned yet."""
+        """Store *group*, and evict records if there is no room.
+
+        Returns all evicted keys that no put has returned yet.
+        """
         self.room.grow_back()
         for is_last in (False, False, True):
             try:
@@ -345,7 +352,7 @@ class LmdbWriter:
         return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int], limit: int) -> list[bytes]:
-        """Evict until *new_bytes* (by tenant) fit quotas and capacity. Raises `_StillTooMuch` after *limit* records."""
+        """Evict until *new_bytes* (by tenant) fit. Raises `_StillTooMuch` if *limit* evictions are not enough."""
         evicted: list[bytes] = []
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
@@ -363,8 +370,8 @@ class LmdbWriter:
     def _evict_for(self, group: Collection[Blob]) -> None:
         """Evict until *group* fits, in as many changes as needed.
 
-        A mark makes eviction skip a record once, and is then lost. So each change marks the group's records and parents
-        again. Then no record is evicted to make room for its own child.
+        Eviction skips a marked record once and removes the mark. So each change first marks the existing records of
+        *group* and its parents again. Otherwise a record could be evicted to make room for its own child block.
         """
         is_done = False
         while not is_done:
@@ -384,7 +391,7 @@ class LmdbWriter:
         self._files.free_pages(self.room.slab_bytes)
 
     def _shrink(self) -> bool:
-        """Lower the capacity to what a full disk allows. Returns False if no capacity would be left."""
+        """Lower the capacity to what fits on the full disk, and evict the rest. Returns False if nothing would fit."""
         with self._files.reading() as txn:
             taken_bytes = self._files.tables.counters(txn).slab_bytes
         if not self.room.shrink(taken_bytes):
@@ -410,9 +417,9 @@ class LmdbWriter:
 
 
 def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
-    """Mark as recently used the records that *group* has already, and the parents of its new blobs.
+    """Mark the existing records of *group*, and the parents of its new blobs, as recently used. Return the new blobs.
 
-    Returns the new blobs, which are those without a record.
+    A blob is new if its key has no record.
     """
     new = [blob for blob in group if not change.mark(blob.key)]
     coming = {blob.key for blob in new}
@@ -423,7 +430,7 @@ def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
 
 
 def _parts(blobs: Sequence[Blob], max_bytes: int) -> Iterator[list[Blob]]:
-    """Yield runs of *blobs* of at most *max_bytes* each, or of one blob."""
+    """Split *blobs* into consecutive parts of at most *max_bytes* each. A larger blob is a part by itself."""
     part: list[Blob] = []
     num_bytes = 0
     for blob in blobs:

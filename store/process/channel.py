@@ -22,12 +22,12 @@ _PIECE_BYTES = 64 << 10  # holds a whole request or response, unless it contains
 
 
 class SharedMemory(NamedTuple):
-    """Memory of this process that is mapped from a file, such as a host slab. Its first byte is byte 0 of the file."""
+    """Memory that is shared with the store's process, such as the host tier's. It maps a file from byte 0 on."""
 
     file: int  # descriptor
     address: int
     num_bytes: int
-    is_backed: bool = True  # whether all pages are or soon will be allocated, so that another process may populate them
+    is_backed: bool = True  # whether all pages are or soon will be allocated, so that populating them is free
 
 
 Place = tuple[int, int, int]
@@ -41,7 +41,7 @@ Bytes = Place | bytes
 
 
 class MemoryMap:
-    """The client's side of shared memory, which finds the place of a view."""
+    """The client's list of shared memories, which says where in them a view is."""
 
     def __init__(self, memories: Sequence[SharedMemory]) -> None:
         order = sorted(range(len(memories)), key=lambda i: memories[i].address)
@@ -50,7 +50,7 @@ class MemoryMap:
         self._ends = [memories[i].address + memories[i].num_bytes for i in order]
 
     def place(self, view: memoryview) -> Place | None:
-        """Return the place of *view* (contiguous), or None if it is in no shared memory."""
+        """Return the place of *view* (contiguous) in shared memory, or None if the view is not in shared memory."""
         if not view.nbytes:
             return None
         address = address_of(view)
@@ -72,7 +72,7 @@ class Mappings:
     """The server's side of shared memory, which maps the client's memories into this process."""
 
     def __init__(self, memories: Sequence[tuple[int, int, bool]]) -> None:
-        """Map *memories*, each given as its file's descriptor, its size, and whether it is backed."""
+        """Map *memories*, each given by the fields `file`, `num_bytes` and `is_backed` of its `SharedMemory`."""
         self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes, _ in memories]
         self._views = [memoryview(shared) for shared in self._maps]
         self._backed = [shared for shared, (_, _, is_backed) in zip(self._maps, memories, strict=True) if is_backed]
@@ -80,7 +80,7 @@ class Mappings:
     def warm(self) -> None:
         """Populate this process's page table for the backed memories, so that first copies are as fast as later ones.
 
-        Populating the other memories would take memory that the client may never use.
+        The other memories are skipped, because populating them would allocate memory that the client may never use.
         """
         for shared in self._backed:
             for offset in range(0, len(shared), _WARM_STEP_BYTES):
@@ -88,10 +88,10 @@ class Mappings:
                     shared.madvise(_MADV_POPULATE_WRITE, offset, min(_WARM_STEP_BYTES, len(shared) - offset))
 
     def enter(self, piece: Bytes) -> None:
-        """Populate this process's page table for *piece* before a file is written from it.
+        """Populate this process's page table for *piece*, which is about to be written to a file.
 
-        If Linux finds a page missing, it continues in small pieces and caches the file in small pages. Each later read
-        from the page cache then takes nearly twice as long.
+        If a page were missing during the write, Linux would cache the file in small pages. Each later read from the
+        page cache would then take nearly twice as long.
         """
         if isinstance(piece, bytes):
             return
@@ -101,7 +101,7 @@ class Mappings:
             self._maps[memory].madvise(_MADV_POPULATE_READ, start, offset + num_bytes - start)
 
     def view(self, piece: Bytes) -> memoryview:
-        """Return the memory of *piece*, which is writable if it is shared."""
+        """Return the bytes of *piece* as a view, which is writable if the piece is in shared memory."""
         if isinstance(piece, bytes):
             return memoryview(piece)
         memory, offset, num_bytes = piece
@@ -109,20 +109,25 @@ class Mappings:
 
 
 class NoAnswer(Exception):
-    """Error raised if the other process has ended or timed out. An error of the store is an ordinary response."""
+    """Error raised if the other process did not respond to a request, because it ended or timed out.
+
+    An error of the store itself arrives as an ordinary response.
+    """
 
     @property
     def is_no_reply(self) -> bool:
-        """Whether the other process may still be alive."""
+        """Whether the other process may still be alive, although it did not respond."""
         return not isinstance(self.__cause__, EOFError | OSError) or isinstance(self.__cause__, TimeoutError)
 
 
 class Channel:
-    """The client's end of a socket, for one request at a time.
+    """The client's end of a socket to the store's process, for one request at a time.
 
-    A response carries the number of its request. After `NoAnswer` or an interruption a response may still arrive, and
-    the other process may still write to memory, so the caller must end that process. A channel closes its end when it
-    is garbage-collected, and at once in a forked child, because an open end would keep the other process waiting.
+    A response carries the number of its request. After `NoAnswer` or an interruption the caller must end the other
+    process, because it may still send the response or write to shared memory.
+
+    The socket is closed when the channel is garbage-collected. In a forked child it is closed at once. Otherwise the
+    other process would not notice that this process closes its end.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -145,7 +150,7 @@ class Channel:
         except (EOFError, OSError) as error:
             raise NoAnswer("its process ended") from error
         if number != self._number:
-            raise NoAnswer("it answered another request")
+            raise NoAnswer("it sent the response to another request")
         return answer
 
     def disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""Staging: shared memory of the client, for blocks that are in none of the other shared memories."""
+"""Staging: buffers in shared memory, for blocks whose own memory is not shared with the store's process."""
 
 import errno
 import mmap
@@ -14,16 +14,17 @@ from kvtier.store.process.channel import SharedMemory, address_of
 
 
 class Staging:
-    """A pool of *num_places* buffers of *place_bytes* each, one per call. Pages that no block used take no memory.
+    """A pool of *num_places* buffers of *place_bytes* each in shared memory, one for each concurrent call.
 
-    Blocks sent over the socket instead are pickled and copied four times, at a third of the speed.
+    Blocks in other memory are copied through a buffer. Over the socket they would be pickled and copied four times,
+    which takes three times as long. A buffer takes no memory before its first use.
     """
 
     def __init__(self, num_places: int, place_bytes: int) -> None:
         num_bytes = num_places * place_bytes
         file = _memory_file()
         self.close: Callable[[], object] = weakref.finalize(self, os.close, file)
-        """Close the file; the memory is freed with its last view. Garbage collection does the same."""
+        """Close the file. Its memory is freed with the last view of it. Garbage collection also closes the file."""
         os.ftruncate(file, num_bytes)
         self._file, self._place_bytes = file, place_bytes
         self._backed: set[int] = set()  # places whose memory is allocated
@@ -37,9 +38,10 @@ class Staging:
 
     @contextmanager
     def place(self) -> Iterator[memoryview]:
-        """Lend a place to the caller for the duration of the block.
+        """Lend a buffer to the caller for the duration of the `with` block.
 
-        The place is empty if none is free, because an interrupted call may lose one, or if there is no memory for it.
+        The view is empty if there is no memory for a buffer, or if none is free because interrupted calls have lost
+        theirs.
         """
         try:
             start = self._free.get_nowait()
@@ -52,9 +54,9 @@ class Staging:
             self._free.put(start)
 
     def _is_backed(self, start: int) -> bool:
-        """Allocate the memory of a place before it is touched. Returns False if the kernel has none.
+        """Allocate the memory of the buffer at *start* before its first use. Returns False if the kernel has no memory.
 
-        Touching a page that the kernel cannot allocate raises SIGBUS.
+        Touching a page that the kernel cannot allocate would raise SIGBUS.
         """
         if start not in self._backed:
             try:

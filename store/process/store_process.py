@@ -37,26 +37,33 @@ _log = logging.getLogger(__name__)
 
 
 class StoreDied(OSError):
-    """Error raised if the store's process has ended or is still opening. After an end the next call starts another."""
+    """Error raised if the store's process has ended or is still opening the store.
+
+    If the process has ended, the next call starts another one.
+    """
 
 
 class StoreProcess:
-    """A `BlobStore` that runs an `LmdbStore` in a process of its own, which reads and writes *memories* directly.
+    """A `BlobStore` that runs an `LmdbStore` in a process of its own, for speed and to survive its crashes.
 
-    - Python code that computes in this process does not delay the store, nor does the store delay that code. In one
-      process with a busy thread, every LMDB call would wait up to 5 ms for the GIL: 64 puts took 340 ms instead of 6.
-    - A disk that fails under a mapped file ends the store's process, not this one. Calls in flight raise `StoreDied`
-      (reads return `Fault.IO_ERROR`), and the next call starts another process. A process that hangs is killed after
-      *timeout_s* without a response. A process whose caller was interrupted (Ctrl-C) is killed at once, because its
-      response has no reader.
-    - Opening has its own deadline. Only the call that starts it waits for it. Other calls raise `StoreDied` at once
-      until the store is open, and `close` ends a process that is still opening.
-    - A read returns only once the store's process can no longer write to its memory. So after a kill it waits without a
-      deadline: a process that the kernel cannot end, because its disk hangs, may still write.
+    - Speed: Python code that computes in this process does not delay the store, nor does the store delay that code.
+      In one process, next to a busy thread, every LMDB call would wait up to 5 ms for the GIL: 64 puts took 340 ms
+      instead of 6 ms.
+    - Crashes: A disk that fails under a mapped file ends only the store's process. Calls in flight raise `StoreDied`
+      (reads return `Fault.IO_ERROR`), and the next call starts another process.
+    - Timeouts: A process that does not respond within *timeout_s* is killed. If Ctrl-C interrupts a call, its process
+      is killed at once, because nothing waits for the response.
+    - Opening has its own deadline. Only the call that starts the process waits until the store is open. Other calls
+      raise `StoreDied` meanwhile, and `close` ends a process that is still opening the store.
+    - A read returns only once the store's process can no longer write to the caller's memory. A process that waits for
+      a hanging disk cannot be killed, so the read then waits for it without a deadline.
 
-    The object belongs to the process that created it. In a forked child `close` does nothing and every other call
-    raises ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied on their way.
-    Nothing is opened before `open`, a `with` statement or the first call; these raise what opening raises.
+    The store's process reads and writes *memories*, such as that of the host tier, directly, so they must outlive the
+    store. Blocks in other memory are copied.
+
+    The object belongs to the process that created it. In a forked child the store's operations raise ValueError, and
+    `close` does nothing. The store is opened by `open`, a `with` statement or the first call. These raise the errors of
+    opening.
     """
 
     def __init__(
@@ -78,14 +85,14 @@ class StoreProcess:
         self.num_starts = 0
 
     def open(self) -> None:
-        """Open the store and wait until it is open. Raises what opening raises.
+        """Open the store and wait until it is open. Raises the errors of opening an `LmdbStore`.
 
         Raises `StoreDied` if opening hangs or is already in progress.
         """
         self._ensure_running()
 
     def stop_opening(self) -> None:
-        """Start no more processes, and end one that is still opening. For an owner that is about to close."""
+        """Prepare for `close`: start no more processes, and end one that is still opening the store."""
         with self._lock:
             self._may_open = False
             worker = self._worker
@@ -137,7 +144,7 @@ class StoreProcess:
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         if len(keys) != len(outs):
-            raise ValueError(f"{len(keys)} keys for {len(outs)} outs; pass one out per key")
+            raise ValueError(f"{len(keys)} keys for {len(outs)} buffers; pass one buffer per key")
         pieces = [self._map.place(out) for out in outs]
         if None not in pieces:
             return self._read(keys, outs, pieces)
@@ -202,14 +209,14 @@ class StoreProcess:
         self.close()
 
     def _ensure_running(self) -> "_Worker":
-        """Return the live process, after starting one and waiting until the store is open if there is none.
+        """Return the live process. If there is none, start one and wait until it has opened the store.
 
-        Raises `StoreDied` while another call waits for the store to open.
+        Raises `StoreDied` if another call is already waiting for the store to open.
         """
         if os.getpid() != self._pid:
             raise ValueError(
-                f"store {self.settings.folder} is open in process {self._pid}, from which process {os.getpid()} was "
-                "forked; use it there"
+                f"store {self.settings.folder} belongs to process {self._pid}; it cannot be used in process "
+                f"{os.getpid()}, which was forked from that one"
             )
         with self._lock:
             if self._closed:
@@ -217,9 +224,9 @@ class StoreProcess:
             if self._worker is not None and self._worker.is_open and not self._worker.has_ended:
                 return self._worker
             if not self._opened.done():
-                raise StoreDied(f"store {self.settings.folder}: its process is still opening it")
+                raise StoreDied(f"store {self.settings.folder}: its process is still opening it; try again later")
             if not self._may_open:
-                raise StoreDied(f"store {self.settings.folder}: its process has ended and is not restarted")
+                raise StoreDied(f"store {self.settings.folder}: its process has ended, and no other is started")
             opened: Future[_Worker] = Future()
             # Ctrl-C does not interrupt this thread, so every opening ends with a result.
             threading.Thread(target=self._start, args=(opened,), name="kvtier-store-open", daemon=True).start()
@@ -227,7 +234,7 @@ class StoreProcess:
         return opened.result()
 
     def _start(self, opened: "Future[_Worker]") -> None:
-        """Open the store, and set *opened* to the process or to the error. Runs in the thread that opens."""
+        """Open the store, and set *opened* to the new process or to the error. Runs in a thread of its own."""
         with self._lock:
             if self._opened is not opened:  # the call was interrupted just after it started this thread
                 return
@@ -246,7 +253,7 @@ class StoreProcess:
                 self._worker = worker
                 may_open = self._may_open and not self._closed
             if not may_open:
-                raise StoreDied(f"store {self.settings.folder}: closed before it was open")
+                raise StoreDied(f"store {self.settings.folder}: the store was closed before it was open")
             worker.open(self.settings)
             opened.set_result(worker)
         except BaseException as error:  # raised in the call that waits for *opened*
@@ -278,11 +285,13 @@ class StoreProcess:
     def _stage(
         self, views: Sequence[memoryview], pieces: list[Place | None], place: memoryview
     ) -> tuple[int, list[tuple[memoryview, memoryview]]]:
-        """Assign room in the staging buffer *place* to the *views* that are not in shared memory.
+        """Assign a part of the staging buffer *place* to each of *views* that is not in shared memory.
 
-        Such a view has None in *pieces*, which is replaced by its room. Returns how many of the views fit into one
-        request, and the room and the view of each view that got room. A view that is larger than *place* is sent over
-        the socket.
+        *pieces* contains the place of each view in shared memory, or None. Each None is replaced by the assigned part.
+        A view larger than *place* keeps None and is sent over the socket.
+
+        Returns:
+            The number of views (from the first on) that fit into one request, and pairs of assigned part and view.
         """
         staged: list[tuple[memoryview, memoryview]] = []
         max_bytes = place.nbytes
@@ -308,7 +317,7 @@ class StoreProcess:
             return worker.ask_reader("read_many", keys, pieces)
         except BaseException:
             if worker.has_ended:
-                worker.end("its call was abandoned", timeout_s=None)  # until then it may write to the pieces
+                worker.end("its call was abandoned", timeout_s=None)  # until it has exited, it may write to *pieces*
             raise
 
     def _iterate(self, method: str) -> Iterator[Any]:
@@ -320,9 +329,9 @@ class StoreProcess:
             while items := worker.ask_reader("go_on", number):
                 yield from items
                 if self._ensure_running() is not worker:
-                    raise StoreDied(f"store {self.settings.folder}: its process ended during {method}; start over")
+                    raise StoreDied(f"store {self.settings.folder}: its process ended during {method}; call it again")
         finally:
-            worker.ended_walks.add(number)  # sent with the next walk: garbage collection may run this line
+            worker.ended_walks.add(number)  # the next walk reports it, because garbage collection may run this line
 
 
 class _Worker:
@@ -343,7 +352,7 @@ class _Worker:
         self.ended_walks: set[int] = set()  # walks (iterations over the store) that the process may forget
 
     def open(self, settings: StoreSettings) -> None:
-        """Make the process open its store, by the first request. Raises what opening raises."""
+        """Send the first request, which makes the process open its store. Raises the errors of opening."""
         self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
         self.is_open = True
 
@@ -353,7 +362,7 @@ class _Worker:
 
     @property
     def why_ended(self) -> str:
-        """Reason why the process was killed, if it was, and its exit status; empty while it lives."""
+        """Reason why the process was killed, if it was, and its exit status. Empty while the process lives."""
         if self._why_ended is not None:
             return self._why_ended
         return _status(self._process.returncode) if self.has_ended else ""
@@ -364,17 +373,17 @@ class _Worker:
         return self._has_ended or self._process.poll() is not None
 
     def ask_reader(self, method: str, *arguments: Any) -> Any:
-        """Call a read-only *method* of the store. Raises what it raises, or `StoreDied` without a response."""
+        """Call a read-only *method* of the store. Raises the method's errors, or `StoreDied` without a response."""
         return self._ask(self._readers, self._timeout_s, method, *arguments)
 
     def ask_writer(self, method: str, *arguments: Any) -> Any:
-        """Call a *method* that changes the store. Raises what it raises, or `StoreDied` without a response."""
+        """Call a *method* that changes the store. Raises the method's errors, or `StoreDied` without a response."""
         return self._ask(self._writers, self._timeout_s, method, *arguments)
 
     def end(self, why: str, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
-        """Kill the process, and return whether it has exited and so no longer writes to memory.
+        """Kill the process and wait for it. Return whether it has exited, so that it no longer writes to memory.
 
-        *why* is recorded unless the process had already ended. Pass an empty *why* if it ended by itself.
+        *why* is recorded as the reason, unless the process had already ended. Pass "" if it ended by itself.
         """
         is_first = not self.has_ended
         self._has_ended = True
@@ -394,7 +403,7 @@ class _Worker:
         return True
 
     def note_crash(self) -> None:
-        """Count the process's crash, if it crashed, in the boot mark, the file with the state of the store's files.
+        """If the process has crashed, count that in the boot mark, the file that records the state of the store.
 
         A second call does nothing.
         """
@@ -406,7 +415,9 @@ class _Worker:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
             why = str(error)  # the error would keep this object, and its sockets open, in a handler that keeps records
-            _log.warning("store %s: its process ended with %s, which could not be counted: %s", self._folder, how, why)
+            _log.warning(
+                "store %s: its process ended with %s; the crash could not be counted: %s", self._folder, how, why
+            )
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d crashes in a row; after %d the store starts empty",
@@ -414,7 +425,6 @@ class _Worker:
         )
 
     def close(self) -> None:
-        """Close the store and end the process."""
         try:
             if not self.has_ended:
                 self.ask_writer("close")
@@ -451,7 +461,7 @@ class _Worker:
 
 
 def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
-    """Start a process that serves a store, and return it with the channels to it, the writers' first."""
+    """Start a process that serves a store. Return it and the channels to it, those for changes first."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]
     shared = [(memory.file, memory.num_bytes, memory.is_backed) for memory in memories]
@@ -471,7 +481,10 @@ def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[
 
 
 def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]":
-    """Return a queue of the free *channels*. After the end of the process it gets None, to wake a waiting call."""
+    """Return a queue of *channels*, from which each call takes a free one.
+
+    After the end of the process, None is put into the queue to wake a call that waits for a channel.
+    """
     free: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
     for channel in channels:
         free.put(channel)

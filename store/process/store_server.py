@@ -30,10 +30,10 @@ _WATCH_S = 0.1
 
 
 class Walks:
-    """Walks: iterations over the store, by number.
+    """The iterations over the store that the client has begun, each with a number.
 
-    Each request returns the next items of a walk, and the client may pause between requests for any time, because a
-    walk occupies no socket.
+    Each request returns the next items of one iteration. Between requests the client may pause for any time, because an
+    iteration occupies no socket.
     """
 
     def __init__(self, store: LmdbStore) -> None:
@@ -50,7 +50,7 @@ class Walks:
         return number
 
     def go_on(self, number: int) -> list[Any]:
-        """Return the next items of iteration *number*, or an empty list at its end."""
+        """Return the next items of iteration *number*, or an empty list at the end of the iteration."""
         items: list[Any] = []
         stop_at = time.monotonic() + _ANSWER_S
         for item in self._items[number]:
@@ -70,9 +70,9 @@ class StoreServer:
         self._socket = end
 
     def serve(self) -> None:
-        """Serve until the socket is closed or the index is found damaged.
+        """Answer requests until the socket is closed or the index is found damaged.
 
-        After damage the process must end, because the next start is empty and works.
+        After damage the process must end. The next process then starts with an empty store.
         """
         with contextlib.suppress(EOFError, OSError):
             while not self._store.is_lost:
@@ -97,7 +97,10 @@ class StoreServer:
     def _read_many(
         self, keys: Sequence[bytes], pieces: Sequence[Bytes | int]
     ) -> tuple[list[bytes | Fault], list[bytearray]]:
-        """Return the digests or faults, and in order the blocks that were read into memory that is not shared."""
+        """Read the blocks of *keys* into *pieces*. An int in *pieces* is the length of a block outside shared memory.
+
+        Returns the digest or fault of each key, and the blocks outside shared memory.
+        """
         outs = [memoryview(bytearray(p)) if isinstance(p, int) else self._mappings.view(p) for p in pieces]
         results = self._store.read_many(keys, outs)
         return results, [bytearray(out) for out, p in zip(outs, pieces, strict=True) if isinstance(p, int)]
@@ -139,9 +142,9 @@ def main() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when *parent* ends.
+    """End this process when the process *parent* ends.
 
-    Closed sockets do not always show that, because a child that *parent* forked may keep *parent*'s ends open.
+    A closed socket is not a reliable sign, because a child forked from *parent* may keep the socket open.
     """
     while os.getppid() == parent:  # not PR_SET_PDEATHSIG, which fires when the thread that started this process ends
         time.sleep(_WATCH_S)

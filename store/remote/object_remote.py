@@ -19,25 +19,28 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 
 T = TypeVar("T")
 
-_TAIL_BYTES = 32 << 10  # of a segment's end that the request for the segment reads: the footer of up to 500 blocks
+_TAIL_BYTES = 32 << 10  # read from a segment's end to get its footer; enough for the footer of 500 blocks
 _GAP_BYTES = 1 << 20  # if the gap between two values is at most this long, one request reads both values and the gap
 _TIMEOUTS_PER_CALL = 3
 _NAME_BYTES = 32
 
 
 class ObjectRemote:
-    """A `RemoteStore` in an object store, which keeps a run of consecutive blocks of a chain in one object, a segment.
+    """A `RemoteStore` in an object store. An object, called a segment, holds a run of consecutive blocks of a chain.
 
-    The name of a segment follows from the keys in it (`segment_names`), so a client that has the keys needs no list of
-    objects. Each key must determine the keys before it in its chain, as block names do (DESIGN.md section 4). A record
-    without a parent begins a chain. The longer the run in one call, the fewer and larger the objects. One call may look
-    up one chain for each attention group of a prompt; a second chain of a group would be taken for a part of the first.
+    A chain is the blocks of one prompt, in order; a record without a parent begins a chain. The name of a segment can
+    be computed from the keys in it (see `segment_names`), so a client that has the keys need not list objects. This
+    requires that each key determines the keys before it in its chain, as block names do (DESIGN.md section 4).
+
+    The more consecutive blocks one call puts, the fewer and larger the objects are. One call may look up only one chain
+    for each attention group of a prompt. A second chain of the same group would be taken for a part of the first.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
         """Create a client; no request is sent yet.
 
-        Raises `MissingExtra` without the package obstore, and ValueError if obstore cannot read the settings.
+        Raises `MissingExtra` if the package obstore is not installed, and ValueError if obstore cannot read the
+        settings.
         """
         self._bucket = Bucket(settings)
         self._timeout_s = settings.timeout_s
@@ -75,7 +78,7 @@ class ObjectRemote:
         return [record.key in done for record in records]
 
     def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """See `RemoteStore`. Keys that earlier calls found are not requested again, so their values may be gone."""
+        """See `RemoteStore`. A key found by an earlier call is not requested again, so its value may be gone by now."""
         call = self._call()
         places = self._find([[key] for key in keys] if apart else _chains(keys), call)
         if not places:
@@ -106,7 +109,7 @@ class ObjectRemote:
         return _Call(self._calls, time.monotonic() + _TIMEOUTS_PER_CALL * self._timeout_s)
 
     def _find(self, chains: Sequence[Sequence[bytes]], call: "_Call") -> dict[bytes, Place]:
-        """Return the places of those keys that are in a segment, known from earlier calls or requested now."""
+        """Return the place of each key that is in a segment. Requests the segments that may hold unknown keys."""
         keys = [key for chain in chains for key in chain]
         places = self._known.places(keys)
         searches = [SegmentSearch(chain, known=places) for chain in chains]
@@ -121,7 +124,7 @@ class ObjectRemote:
         return places
 
     def _learn(self, path: str, namespace: bytes) -> bool:
-        """Read the footer of the object at *path*, and remember its entries. Returns False if there is no segment."""
+        """Read the footer of the object at *path* and remember its entries. Returns False if no segment is there."""
         tail = self._bucket.read_tail(path, _TAIL_BYTES)
         num_bytes = footer_bytes(tail.data) if tail else None
         if tail is None or num_bytes is None or num_bytes > tail.object_bytes:
@@ -144,7 +147,10 @@ class ObjectRemote:
         return tag
 
     def _read(self, places: dict[bytes, Place], call: "_Call") -> dict[bytes, memoryview | Fault]:
-        """Return the values at *places*: a fault if a read failed, no entry if the value is gone."""
+        """Return the values at *places*, by key. A value is a fault if its request failed.
+
+        A key is left out if its value is gone.
+        """
         spans = _spans(places.values())
         read = call.run([partial(self._read_span, span) for span in spans])
         values: dict[bytes, memoryview | Fault] = {}
@@ -153,9 +159,9 @@ class ObjectRemote:
         return values
 
     def _read_span(self, span: "_Span") -> dict[bytes, memoryview | Fault]:
-        """Return the values of *span*, which one request reads.
+        """Return the values of *span*, by key, after reading them with one request.
 
-        If the object has been replaced, return only the values that are still in place, and read the new footer.
+        If the object has been replaced, return only the values that have not moved, and read the new footer.
         """
         values: dict[bytes, memoryview | Fault] = {}
         with suppress(ObjectGone):
@@ -166,7 +172,7 @@ class ObjectRemote:
                 value = read.data[at : at + place.entry.num_bytes]
                 if checksum(value) == place.entry.checksum:
                     values[place.entry.key] = value
-                elif read.tag == span.tag:  # damaged: opening it shows that, and later lookups avoid this place
+                elif read.tag == span.tag:  # damaged: the caller detects that, and later lookups avoid this place
                     values[place.entry.key] = value
                     self._known.refuse(place)
         if len(values) < len(span.places):
@@ -176,7 +182,10 @@ class ObjectRemote:
 
 
 def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
-    """Group *keys* into one chain per namespace and attention group, the parts of a key around the block's name."""
+    """Group *keys* into chains, one for each namespace and attention group.
+
+    A key consists of the namespace, the name of the block, and the attention group.
+    """
     chains: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for key in dict.fromkeys(keys):
         chains[key[:NAMESPACE_BYTES] + key[NAMESPACE_BYTES + _NAME_BYTES :]].append(key)
@@ -184,7 +193,7 @@ def _chains(keys: Iterable[bytes]) -> list[list[bytes]]:
 
 
 class _Span(NamedTuple):
-    """Values of one object that one request reads."""
+    """A byte range of an object that one request reads, and the places of the values in it."""
 
     path: str
     tag: str
@@ -198,7 +207,7 @@ class _Span(NamedTuple):
 
 
 def _spans(places: Iterable[Place]) -> list[_Span]:
-    """Group *places* into as few requests as possible. A request also reads gaps of up to `_GAP_BYTES`."""
+    """Group *places* into as few requests as possible. One request reads values that are at most `_GAP_BYTES` apart."""
     by_object: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
     for place in places:
         by_object[place.path, place.tag].append(place)
@@ -216,7 +225,7 @@ def _spans(places: Iterable[Place]) -> list[_Span]:
 
 
 class _Call:
-    """One call by the store's user, with its deadline and its errors."""
+    """One call of a method of the store: runs its requests until the deadline, and collects their errors."""
 
     def __init__(self, calls: ParallelCalls, deadline: float) -> None:
         self.errors: list[RemoteUnavailable] = []
@@ -233,6 +242,6 @@ class _Call:
         return [None if isinstance(result, RemoteUnavailable) else result for result in results]
 
     def raise_if_all_failed(self) -> None:
-        """Raise the first error if no request was answered."""
+        """Raise the first error if no request succeeded."""
         if self.errors and not self._num_done:
             raise self.errors[0]

@@ -9,12 +9,12 @@ _SCHEMES = ("s3", "gs", "az", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectSettings:
-    """A location in an object store, by its URL, and how to reach it.
+    """The location of an object store (its URL) and the options for reaching it.
 
     The URL is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`. Credentials come
-    from the environment, as for each cloud's own tools (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,
+    from the same environment variables as for each cloud's own tools (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,
     GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or from the machine's
-    role, never from the URL. Raises ValueError for invalid settings.
+    role. The URL must not contain credentials. Raises ValueError for invalid settings.
     """
 
     url: str
@@ -45,9 +45,9 @@ class ObjectSettings:
 
 
 def read_object_settings(url: str, options: Mapping[str, object]) -> ObjectSettings:
-    """Return the settings of *url* with *options*, which are fields by name, as text or as values.
+    """Return the settings for *url*. *options* maps names of `ObjectSettings` fields to values, or to text to parse.
 
-    Raises ValueError, with the name, for an unknown option or a value of the wrong type.
+    Raises ValueError for an unknown option or a value of the wrong type. The message contains the option's name.
     """
     kinds = {field.name: type(field.default) for field in fields(ObjectSettings) if field.name != "url"}
     unknown = sorted(set(options) - set(kinds))

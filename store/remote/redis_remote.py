@@ -20,19 +20,22 @@ from kvtier.store.remote_store import RemoteRecord, RemoteUnavailable, RemoteUsa
 _NO_CLUSTER = "cluster support disabled"
 _NO_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 _RIGHTS = "+get +getrange +set +exists +unlink +scan +ping +cluster|slots +asking"
-_GROUP_BYTES = 16 << 20  # of records that are put together, because their headers and payloads are copied to be joined
+_GROUP_BYTES = 16 << 20  # limit on records put together, because joining headers and payloads copies them
 _MAX_TIMEOUTS = 2  # a whole call may take this many times `timeout_s`
 _SCANNED_AT_ONCE = b"1000"
 _GLOB = re.compile(rb"([*?\[\]\\^-])")
 
 
 def is_wrong_type(reply: Reply) -> bool:
-    """Return whether the key holds something that was never put there, such as a list of another client."""
+    """Return whether *reply* says that the key holds a value of another type, such as a list of another client."""
     return isinstance(reply, RedisError) and str(reply).startswith("WRONGTYPE")
 
 
 def is_answer(reply: Reply) -> bool:
-    """Return whether the server handled the command. A full server that rejects a value has handled it too."""
+    """Return whether *reply* shows that the server handled the command.
+
+    This includes a full server that rejects a value.
+    """
     return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_wrong_type(reply)
 
 
@@ -55,9 +58,10 @@ def describe(error: Exception, where: str, prefix: str) -> str:
 class RedisRemote:
     """A `RemoteStore` in Valkey or Redis.
 
-    A record is under one key, `prefix{namespace and name in hex}`; a large one is split into parts. The server's
-    `maxmemory` and its policy determine how much it keeps and what it evicts. Records on cluster nodes that are down
-    give `Fault.IO_ERROR` or False. Nothing is connected before the first call.
+    A record is stored under one key, `prefix{namespace and name in hex}`, except that a large record is split into
+    parts. The server's `maxmemory` and its policy determine how much the server keeps and what it evicts. If a node of
+    a cluster is down, reads of its records return `Fault.IO_ERROR` and puts return False. No connection is opened
+    before the first call.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -133,7 +137,7 @@ class RedisRemote:
         return time.monotonic() + _MAX_TIMEOUTS * self._settings.timeout_s
 
     def _asked(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """Return the replies to *commands*. Raises `RemoteUnavailable` if none of them is an answer."""
+        """Send *commands* and return the replies. Raises `RemoteUnavailable` if the server handled no command."""
         replies = self._ask(commands, until)
         self._check(replies)
         return replies
@@ -142,7 +146,7 @@ class RedisRemote:
         return self._servers.ask(commands, until) if commands else []
 
     def _check(self, replies: Sequence[Reply]) -> None:
-        """Raise `RemoteUnavailable` if none of *replies* is an answer."""
+        """Raise `RemoteUnavailable` if the server handled no command, judged by the *replies*."""
         if replies and not any(map(is_answer, replies)):
             raise self._unavailable(next(reply for reply in replies if isinstance(reply, Exception)))
 
@@ -152,7 +156,7 @@ class RedisRemote:
         return RemoteUnavailable(describe(error, self.where, self._settings.prefix))
 
     def _whole(self, name: bytes, value: memoryview | Fault, until: float) -> memoryview | Fault:
-        """Return the record that begins with *value*, after reading its other parts if it has any."""
+        """Return the record that begins with *value*, or a fault. Reads the other parts of a large record."""
         parts = None if isinstance(value, Fault) else Parts.parse_name(value)
         if isinstance(value, Fault) or parts is None:
             return value
@@ -163,7 +167,7 @@ class RedisRemote:
         return faults[0] if faults else joined(value, [part for part in rest if not isinstance(part, Fault)])
 
     def _put(self, records: Sequence[RemoteRecord], until: float) -> list[Reply]:
-        """Put the records and return the reply for each. Large records are put one after the other."""
+        """Put the records and return the reply for each. Small records are put together, large ones one by one."""
         names = [self._name(record.key) for record in records]
         values = [in_parts(record) for record in records]
         small = [i for i, (_, rest) in enumerate(values) if not rest]
@@ -174,10 +178,10 @@ class RedisRemote:
         ]
 
     def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
-        """Put a large record, its first part last, so that a reader finds all new parts or all previous ones.
+        """Put a large record, its first part last, so that a reader finds either all new parts or all previous ones.
 
-        Afterwards the parts that no record needs are deleted: those of the previous record, or the new ones if not all
-        of them were accepted.
+        Then delete the parts that no record needs: those of the previous record, or the new ones if the server rejected
+        any of them.
         """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
         parts, old = Parts.parse_name(first), Parts.parse_name(before) if isinstance(before, memoryview) else None

@@ -35,9 +35,9 @@ class RedisTls:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """Settings for a server, or for some nodes of a cluster. Raises ValueError for invalid settings.
+    """Settings for a server, or for a cluster by the addresses of some nodes. Raises ValueError for invalid settings.
 
-    *ttl_s* is how long a record stays after it was put; with None it stays until the server's policy evicts it.
+    *ttl_s* is how long a record stays after it was put. With None the record stays until the server's policy evicts it.
     *timeout_s* limits how long connecting may take and how long a server may be silent. *num_connections* is the
     maximum per server.
     """
@@ -61,7 +61,9 @@ class RedisSettings:
         if self.is_cluster and self.db:
             raise ValueError("redis: a cluster has one database; leave out /db")
         if "{" in self.prefix or "}" in self.prefix:
-            raise ValueError(f"redis: prefix {self.prefix!r} has a brace; a cluster would put all records on one node")
+            raise ValueError(
+                f"redis: prefix {self.prefix!r} has a brace; leave it out, or a cluster puts all records on one node"
+            )
         if self.timeout_s <= 0 or self.num_connections < 1:
             raise ValueError("redis: timeout_s must be above 0, and num_connections 1 or more")
         if self.ttl_s is not None and self.ttl_s < 1:
@@ -75,10 +77,10 @@ class RedisSettings:
 
     @classmethod
     def from_url(cls, url: str, password: str | None = None, tls: RedisTls | None = None) -> Self:
-        """Return the settings that *url* describes; `valkey` means the same as `redis`.
+        """Return the settings in *url*. The scheme `valkey` means the same as `redis`.
 
-        *password* replaces the URL's password, and *tls* replaces the defaults of `rediss`. Raises ValueError for
-        another form of URL. The message does not show the URL, which may contain a password.
+        *password* replaces the password in the URL, and *tls* replaces the default certificates of `rediss`. Raises
+        ValueError if the URL has another form. The message does not show the URL, which may contain a password.
         """
         scheme, has_scheme, rest = url.partition("://")
         kind, _, cluster = scheme.partition("+")
@@ -107,5 +109,5 @@ def _address(text: str) -> Address:
         host, port = text, str(_PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"redis: an address is host or host:port, in a URL of the form {_FORM}")
+        raise ValueError(f"redis: an address in the URL is not host or host:port; the form is {_FORM}")
     return Address(host, int(port))

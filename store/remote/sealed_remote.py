@@ -12,11 +12,11 @@ from kvtier.store.remote_store import RemoteRecord, RemoteStore, RemoteUsage
 
 
 class SealedRemote:
-    """A client of a `RemoteStore` that trusts nothing: a read returns the key's block or a fault.
+    """A client of a `RemoteStore` that verifies each value: a read returns the key's block or a fault.
 
-    Records have the same bytes as on disk: a header with a checksum over header and key, a payload by codec and cipher,
-    and a digest. So a value under another block's key, half a value, or a value encrypted with another key is refused.
-    All methods are thread-safe. The caller closes *store*.
+    Records have the same bytes as on disk: a header with a checksum of header and key, the encoded and possibly
+    encrypted payload, and a digest of the block. So a value of another key, a part of a value, or a value that was
+    encrypted with another key gives a fault. All methods are thread-safe. The caller closes *store*.
     """
 
     def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:
@@ -30,24 +30,27 @@ class SealedRemote:
         return self._store.usage()
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
-        """Copy each block into its *out*, verify it there, and return for each key its digest or a fault.
+        """Copy each block into its buffer in *outs*, and verify it there. Return for each key its digest or a fault.
 
-        *out* has exactly the block's raw length and holds arbitrary bytes after a fault. Raises `RemoteUnavailable`.
+        A buffer must have exactly the block's raw length. It holds arbitrary bytes after a fault. Raises
+        `RemoteUnavailable` if the whole request failed.
         """
         values = self._store.get_many(keys)
         return [self._open(key, value, out) for key, value, out in zip(keys, values, outs, strict=True)]
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Seal and put the blobs, those of one chain in its order, and return for each whether it was stored.
+        """Seal and put the blobs, and return for each whether it was stored.
 
-        Raises `RemoteUnavailable`, and ValueError for a block that the codec cannot encode.
+        The blobs of one chain must be in the order of the chain. Raises `RemoteUnavailable` if the whole request
+        failed, and ValueError for a block that the codec cannot encode.
         """
         return self._store.put_many([self._sealed(blob) for blob in blobs])
 
     def exist_many(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
-        """Return for each key whether a record seems to exist, or None if the request failed; see `RemoteStore`.
+        """Return for each key whether it has a record, or None if the request failed; see `RemoteStore.exist_many`.
 
-        Raises `RemoteUnavailable`.
+        The records are not read, so they may turn out to be damaged. Raises `RemoteUnavailable` if the whole request
+        failed.
         """
         return self._store.exist_many(keys, apart)
 

@@ -140,7 +140,7 @@ def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert status == 0
     assert "host memory  1.0 GiB" in printed
-    assert "disk         /kv, 2.0 GiB at most" in printed
+    assert "disk         /kv, at most 2.0 GiB" in printed
     assert "http         http://127.0.0.1:9464" in printed
 
 

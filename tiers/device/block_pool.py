@@ -23,10 +23,10 @@ FEW = 16  # minimum blocks per run (consecutive blocks of a prompt, see `Runs`) 
 
 
 class SlotIndex:
-    """A map from names to slots: one dict for a small pool, several dicts by the name's first byte for a large one.
+    """A map from block names to slots. A large pool has several dicts, chosen by the first byte of the name.
 
-    A dict is rehashed after as many removals as it has entries, which takes 0.1 s with a million names. Choosing the
-    dict costs 0.1 to 0.2 µs per name, in large pools only.
+    Python rehashes a dict from time to time, which would take 0.1 s in a single dict with a million names. Choosing the
+    dict costs 0.1 to 0.2 µs per name.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -47,7 +47,7 @@ class SlotIndex:
 
     @property
     def max_in_one(self) -> int:
-        """Number of names in the largest dict, which is rehashed as a whole."""
+        """Number of names in the largest dict, which Python rehashes in one step."""
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:
@@ -55,7 +55,7 @@ class SlotIndex:
         return self._by_byte[name[0]].get(name) if name else None
 
     def get_all(self, names: Sequence[BlockName], absent: int) -> list[int]:
-        """Return the slot of each name, *absent* for names without a slot."""
+        """Return the slot of each name, or *absent* for names without a slot."""
         if self._one is None:
             return list(map(dict.get, self._dicts_of(names), names, repeat(absent)))
         if len(names) > 1:
@@ -101,12 +101,13 @@ class SlotIndex:
 
 
 class BlockPool:
-    """A lazy LRU cache over *num_slots* slots, used by the owner's thread only. A slot is either leased or free.
+    """An LRU cache of blocks in *num_slots* slots. Only the thread that owns the pool may use it.
 
-    A free slot is either *blank* or *cached*. Blank slots have no name and are reused first, last in first out. Cached
-    slots hold a named block that stays findable until the slot is needed, and are evicted oldest first. If callers
-    release the tail of a prefix first, a block is evicted only after the blocks that continue it. At most one slot has
-    a given name.
+    A slot is either *leased* (in use) or *free*, and a free slot is either *blank* or *cached*. A blank slot holds no
+    named block; blank slots are reused first, last in first out. A cached slot holds a named block, which can be found
+    until the slot is needed for another block. Cached slots are evicted oldest first. Callers should release the last
+    blocks of a prefix first, so that a block is evicted only after the blocks that continue it. At most one slot has a
+    given name.
 
     The life of a slot, where `release` is the end of its last lease:
 
@@ -117,8 +118,8 @@ class BlockPool:
                               ^                                         |
                               +--- allocate, once no slot is blank -----+
 
-    A cached slot can be *lent* to a copy to a lower tier. It keeps its place in the eviction order, but is not evicted
-    before `put_back`.
+    While the block of a cached slot is copied to a lower tier, the slot is *lent* to the copy. A lent slot keeps its
+    place in the eviction order, but is not evicted before `put_back`.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -146,7 +147,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that `allocate` could return, with evictions. Negative while reserved slots are lent."""
+        """Number of slots that `allocate` could return, with evictions. Negative if reserved slots are lent."""
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
@@ -156,7 +157,7 @@ class BlockPool:
 
     @property
     def num_named(self) -> int:
-        """Number of findable blocks."""
+        """Number of named blocks, which lookups can find."""
         return len(self._slots)
 
     @property
@@ -196,9 +197,9 @@ class BlockPool:
         return named
 
     def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """Return each slot's spot: a number that stays the same as long as the slot holds the same named block.
+        """Return for each slot a number that identifies its named block, called the slot's *spot*.
 
-        A spot of another block, or NO_SPOT of a slot without a named block, is a different number.
+        The spot of a slot changes when another block is named in it. It is NO_SPOT if the slot has no named block.
         """
         return self._all_spots[slots]
 
@@ -211,7 +212,7 @@ class BlockPool:
         return int(np.count_nonzero(self._all_leases[slots]))
 
     def reserve(self, num_slots: int) -> None:
-        """Reserve any *num_slots* of the free slots until `unreserve`; `num_free` excludes them."""
+        """Reduce `num_free` by *num_slots* until `unreserve`, so that this many slots stay available to the caller."""
         self.num_reserved += num_slots
 
     def unreserve(self, num_slots: int) -> None:
@@ -274,7 +275,7 @@ class BlockPool:
         self._all_leases[ids] += 1
 
     def release(self, slots: Slots) -> None:
-        """Release one lease of each slot. Of the slots that become free, the first one is evicted first."""
+        """Release one lease of each slot. The slots that become free will be evicted in the order given."""
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
             copies = self._copies if self._num_copies else None
@@ -315,15 +316,15 @@ class BlockPool:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:
-        """Make the cached blocks in these slots the most recent. Of them, the first one is evicted first."""
+        """Mark the cached blocks in these slots as most recently used. They will be evicted in the order given."""
         self.lease(slots)
         self.release(slots)
 
     def lend(self, slots: Slots) -> None:
-        """Lend the slots to a copy: lease them for it, but leave cached slots at their places in the eviction order.
+        """Lease the slots for a copy to a lower tier, but leave cached slots at their places in the eviction order.
 
-        The slots are not evicted before `put_back`. A slot that a request leases too gets its place in the order when
-        the request's lease ends, even if the copy is still running.
+        The slots are not evicted before `put_back`. If a request also leases such a slot, the slot gets a new place in
+        the order when the request's lease ends, even if the copy is still running.
         """
         ids = np.asarray(slots, np.intp)
         self.order.lend(ids[self._all_leases[ids] == 0])
@@ -332,7 +333,7 @@ class BlockPool:
         self._all_copies[ids] += 1
 
     def put_back(self, slots: Slots) -> None:
-        """Release the leases of a copy on these slots, which were lent to it."""
+        """Release the leases that `lend` has created on these slots for a copy."""
         ids = np.asarray(slots, np.intp)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
@@ -346,8 +347,8 @@ class BlockPool:
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
         """Name the blocks in leased slots: the first one gets `names[start]`, the second `names[start + 1]`, and so on.
 
-        Returns the indices of the slots that got no name, because another slot already has it. Pass the chain's list of
-        all names, which may only grow, because lookups of consecutive blocks of one list are fastest.
+        Returns the indices of the slots that got no name because another slot already has that name. *names* should be
+        the list of all names of the prompt, which may only grow. Consecutive blocks of one list are found fastest.
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
@@ -388,7 +389,10 @@ class BlockPool:
         return names
 
     def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
-        """Lease all blank slots and the cached *victims*, *num_slots* in total; return the slots and evicted names."""
+        """Evict the cached slots *victims*, and lease them and all blank slots: *num_slots* slots in total.
+
+        Returns the leased slots and the names of the evicted blocks.
+        """
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
         self._slots.remove_all(names)
@@ -407,7 +411,7 @@ class BlockPool:
         return self._blank[::-1]
 
     def cached_slots(self) -> list[int]:
-        """Return all cached slots, oldest first."""
+        """Return all cached slots that are not lent, oldest first."""
         return cast(list[int], self.order.victims(self.num_slots).tolist())
 
     def check(self) -> None:
@@ -455,7 +459,6 @@ class BlockPool:
 
 
 def _as_ints(slots: Slots) -> list[int]:
-    """Return the slots as a list of ints, without a copy if they already are one."""
     if isinstance(slots, list):
         return slots
     return cast(list[int], slots.tolist()) if isinstance(slots, (np.ndarray, array)) else list(slots)

@@ -33,13 +33,13 @@ MAX_LOOKED_AT = 1024  # limit on the slots examined at the eviction end, unless 
 
 
 class GrowingRows:
-    """A growable array of rows of *width* numbers, initially zero, in memory that the kernel resizes with mremap.
+    """A growable array of rows of *width* numbers, initially zero, that grows without copying its content.
 
-    Growing by a step takes 5 µs at any size, because the kernel moves page tables; numpy arrays, lists and sets would
+    The kernel resizes the memory with mremap, so growing takes 5 µs at any size. Numpy arrays, lists and sets would
     copy their whole content. `give_back` frees the memory in steps, because freeing 600 MB at once takes 27 ms.
 
     *all* is a numpy view of the rows, *items* a view of the single numbers, and *memory* the raw bytes. Callers must
-    not keep these views: growing or freeing the memory raises BufferError while another view exists.
+    not keep these views, because growing or freeing the memory raises BufferError while another view exists.
     """
 
     def __init__(self, dtype: npt.DTypeLike, width: int) -> None:
@@ -94,9 +94,10 @@ class GrowingRows:
 
 @dataclass(slots=True)
 class Run:
-    """Consecutive blocks of a prompt (a chain), from block *first* on.
+    """Consecutive blocks of a prompt, which were put into the pool one after another.
 
-    *names* is the list of the names of all blocks of the chain, which only grows.
+    `names[first]` is the name of the run's first block, and the names of its other blocks follow there. *names* may
+    contain further blocks of the prompt, and only grows.
     """
 
     names: Sequence[BlockName]
@@ -106,10 +107,10 @@ class Run:
 
 
 class Span(NamedTuple):
-    """The part *start* to *end* - 1 of a list of slots, with consecutive blocks of one run, the last block first.
+    """A part of a list of slots that holds consecutive blocks of one run, the last block first.
 
-    *place* is the place in the run of the block in the part's first slot. A block in no run has a span of its own, with
-    *run_id* NO_SPOT.
+    The part consists of the slots with indices *start* to *end* - 1. The block in its first slot has position *place*
+    in the run. A block that is in no run has a span of its own, with *run_id* NO_SPOT.
     """
 
     start: int
@@ -119,9 +120,9 @@ class Span(NamedTuple):
 
 
 class NamedSpan(NamedTuple):
-    """A row: the names of the consecutive blocks of a `Span`, the last block first.
+    """A `Span` with the names of its consecutive blocks, the last block first.
 
-    *parent* is the name of the block that these blocks continue; None if there is none or it is unknown.
+    *parent* is the name of the block before them in the prompt; None if there is no such block or it is unknown.
     """
 
     start: int
@@ -131,13 +132,13 @@ class NamedSpan(NamedTuple):
 
 
 class Runs:
-    """The block in each slot. Consecutive blocks of a prompt form a *run*, which makes lookups of many names faster.
+    """A record of the named block in each slot. Consecutive blocks of a prompt form a *run*, for faster lookups.
 
-    A dict lookup costs one to three CPU cache misses per name: 43 ns in a pool of 10,000 slots and 230 ns in a pool of
-    a million. A lookup in a run takes 11 ns and 14 ns there, because its names and slots are adjacent in memory. The
-    blocks of a request that is named chunk by chunk form one run.
+    A dict lookup takes 43 ns per name in a pool of 10,000 slots and 230 ns in a pool of a million, because of CPU cache
+    misses. A lookup in a run takes 11 ns and 14 ns, because the names and slots of a run are adjacent in memory. The
+    blocks of a request form one run even if they are named chunk by chunk.
 
-    A slot's *spot* combines the run of its block and the block's place in the run in one number. So the spots of
+    A slot's *spot* is one number made of the run of its block and the block's place in the run. So the spots of
     consecutive blocks are consecutive numbers, and one numpy call writes, compares or clears all of them. This is fast
     even for chunks of only 32 blocks.
     """
@@ -154,9 +155,9 @@ class Runs:
     def add(
         self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
-        """Record that the blocks in these slots got *names* from *start* on.
+        """Record that the blocks in *slots* got the names `names[start]`, `names[start + 1]` and so on.
 
-        *before* is the slot of the preceding block; None if it is not in the pool.
+        *before* is the slot of the preceding block of the prompt; None if that block is not in the pool.
         """
         run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
         run = self._runs.get(run_id)
@@ -175,13 +176,16 @@ class Runs:
         run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
-        """Record that the block in this slot got a name, without making it a part of a run."""
+        """Record the name of the block in *slot*, without making the block a part of a run."""
         self.spots[slot] = self._next_alone
         self._next_alone -= 1
         self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
-        """Remove the blocks in these slots, and return their names: first run by run, then of the blocks in no run."""
+        """Remove the blocks in these slots and return their names.
+
+        The names are ordered by run; those of blocks in no run come last.
+        """
         if not len(slots):
             return []
         spots = self._all_spots[slots]
@@ -196,7 +200,7 @@ class Runs:
         return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
 
     def spans(self, slots: npt.NDArray[np.intp]) -> list[Span]:
-        """Split the slots, which hold named blocks, into spans of consecutive blocks in descending order."""
+        """Split *slots*, which hold named blocks, into the parts that hold consecutive blocks, the last block first."""
         spots = self._all_spots[slots]
         is_last = np.empty(len(spots), np.bool_)
         np.not_equal(spots[:-1], spots[1:] + 1, out=is_last[:-1])
@@ -213,7 +217,7 @@ class Runs:
         ]
 
     def rows(self, slots: npt.NDArray[np.intp]) -> list[NamedSpan]:
-        """Split the slots in the same way as `spans`, and return the names of the blocks in each part."""
+        """Split *slots* in the same way as `spans`, and return the names of the blocks in each part."""
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
@@ -226,7 +230,7 @@ class Runs:
         return rows
 
     def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
-        """Remove the blocks in *slots*, which are the slots of *spans*, and return their names."""
+        """Remove the blocks in *slots* and return their names. *spans* are the spans of these slots."""
         self._all_spots[slots] = NO_SPOT
         names: list[BlockName] = []
         num_gone: dict[int, int] = {}  # removals by run, applied once per run because `_shrink` searches the rest
@@ -249,9 +253,9 @@ class Runs:
         return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
-        """Return the name of the block that the slot's block continues; None if there is none, or if it is unknown.
+        """Return the name of the block before the slot's block in its prompt; None if there is no such block.
 
-        It is unknown if the slot's block is in no run.
+        The result is also None if the slot's block is in no run, because the block before it is then unknown.
         """
         spot = self.spots[slot]
         if spot < 0:
@@ -261,9 +265,9 @@ class Runs:
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
-        """Return the slots of as many *names* from *start* on as are in one run and still in their slots.
+        """Return the slots of the blocks from `names[start]` on, up to the first block that is not in the same run.
 
-        *slot* is the slot of the first of these names. The result is empty if its block is in no run.
+        *slot* is the slot of `names[start]`. If its block is in no run, the result is empty.
         """
         spot = self.spots[slot]
         if spot < 0:
@@ -297,7 +301,7 @@ class Runs:
         assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
     def _take_out(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Remove the blocks at these places, whose spots are already cleared, from the run; return their names."""
+        """Remove the blocks at these places of the run and return their names. Their spots must be cleared already."""
         names = self._names(run_id, places)
         self._shrink(run_id, len(places))
         return names
@@ -312,7 +316,7 @@ class Runs:
         return [names[first + place] for place in places]
 
     def _shrink(self, run_id: int, num_slots: int) -> None:
-        """Reduce the run's count by *num_slots* blocks, whose spots are already cleared, and free its unused tail."""
+        """Subtract *num_slots* removed blocks from the run's count, and free the unused end of the run."""
         run = self._runs[run_id]
         run.num_left -= num_slots
         if run.num_left == 0:
@@ -328,9 +332,9 @@ class Runs:
 
 @dataclass(slots=True)
 class Front:
-    """The next slots to evict, *ids*, determined once for many evictions.
+    """The next slots to evict, *ids*, which were looked up once for many evictions.
 
-    *begin* is the place of the first of them in the eviction order. *spans* are the spans of their blocks.
+    *begin* is the place of the first of these slots in the eviction order. *spans* are the spans of their blocks.
     """
 
     begin: int
@@ -339,9 +343,9 @@ class Front:
     next_span: int = 0  # index of the first span that was not removed
 
     def take(self, start: int, end: int) -> list[Span]:
-        """Return the spans of the slots *start* to *end* - 1 of *ids*, and count them as removed.
+        """Return the spans of the slots `ids[start:end]`, and count them as removed.
 
-        A span that reaches beyond these slots is cut. Each call must start where the previous one ended, or later.
+        A span that extends beyond these slots is cut. *start* must not be less than *end* of the previous call.
         """
         taken = []
         while start < end:
@@ -356,10 +360,10 @@ class Front:
 
 @dataclass(slots=True)
 class Sweep:
-    """Progress of a compaction of the eviction order, which works from the end to the front.
+    """Progress of a compaction of the eviction order, which moves the valid entries to the end, the last one first.
 
-    The valid entries from place *read* on have been moved to the places from *written* on. The entries between *read*
-    and *written* form a gap: none of them is valid.
+    All entries from place *read* on have been examined, and the valid ones now begin at place *written*. The entries
+    from *read* to *written* - 1 form a gap without valid entries.
     """
 
     read: int
@@ -367,19 +371,21 @@ class Sweep:
 
 
 class EvictionOrder:
-    """A queue of distinct slots, of which the first is evicted next. Owned by its pool.
+    """A queue of distinct slots, the first of which is evicted next. Owned by its pool.
 
-    Slots that are *lent* to a copy stay in the order, but are skipped.
+    Slots that are *lent* to a copy stay in the queue, but are skipped.
 
-    Appending a slot adds an entry to the queue. The entry's number is the slot's *place*, which `_places` records. An
-    entry is valid only if `_places` still has its number for the slot, and if it is not before the head. So removing a
-    slot needs no search: its entry just becomes invalid. Many slots are handled by numpy calls, and single slots by
-    array accesses, which are as fast as those of a list. Once there are as many invalid entries as slots, each call
-    moves some of the valid entries towards the end (`Sweep`), until the space of the invalid ones can be dropped.
+    Appending a slot adds an entry to the queue. `_places` records the number of this entry as the slot's *place*.
+    Removing a slot changes only `_places` or moves the head, so it needs no search. An entry is valid if it is not
+    before the head and `_places` still has its number.
+
+    Once there are as many invalid entries as slots, each call moves some of the valid entries towards the end
+    (`Sweep`), until the space of the invalid entries can be freed. Many slots are handled by numpy calls, a few slots
+    by array accesses, which are as fast as those of a list.
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
-        """Create an empty order. *runs* holds the blocks of the slots."""
+        """Create an empty queue. *runs* says which block each slot holds."""
         self.num_slots = 0  # slots in the order, including lent ones
         self.num_lent = 0  # slots in the order that are lent to a copy
         self.num_departures = 0  # how many times a slot has left the order since the start
@@ -422,7 +428,7 @@ class EvictionOrder:
         self._tidy(SWEPT * len(ids) + MANY)
 
     def remove_few(self, slots: list[int]) -> None:
-        """Remove those of the slots that are in the order."""
+        """Remove the slots. Slots that are not in the order are ignored."""
         places, head = self._places, self._head
         for slot in slots:
             place = places[slot]
@@ -451,14 +457,14 @@ class EvictionOrder:
         return was_here
 
     def lend(self, ids: Ids) -> None:
-        """Lend these slots of the order to a copy: skip them until `put_back`. They keep their places."""
+        """Skip these slots, which are lent to a copy, until `put_back`. They keep their places in the order."""
         assert self.holds(ids).all(), "a slot is blank: there is nothing to copy"
         self._leave_front(ids)
         self._is_lent[ids] = True
         self.num_lent += len(ids)
 
     def put_back(self, ids: Ids) -> None:
-        """Stop skipping these lent slots."""
+        """Make these lent slots available for eviction again."""
         self._is_lent[ids] = False
         self.num_lent -= len(ids)
 
@@ -490,7 +496,10 @@ class EvictionOrder:
         return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
     def take(self, victims: Ids) -> list[Span] | None:
-        """Remove these slots, none of them lent. Return their spans if they are the last result of `victims`."""
+        """Remove these slots, none of which may be lent.
+
+        Returns the spans of the slots if the last call of `victims` has looked them up, otherwise None.
+        """
         num_taken, spans = len(victims), None
         if victims is self._given and num_taken:
             start = self._head - self._front.begin
@@ -507,7 +516,7 @@ class EvictionOrder:
         return spans
 
     def oldest(self, window: int) -> Ids:
-        """Return the slots that are evicted next: the first *window* slots of the order, without lent ones."""
+        """Return those of the first *window* slots of the order that are not lent. They are evicted next."""
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
         if self._end - start == self.num_slots:  # every entry from the head on is valid
@@ -526,10 +535,10 @@ class EvictionOrder:
         return oldest[~self._is_lent[oldest]] if self.num_lent else oldest
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
-        """Return the slots of *limit* entries from number *start* on, without lent ones, and the next entry's number.
+        """Return the slots of *limit* entries from number *start* on, and the number of the next entry.
 
-        That number is None at the end. It may be kept for a later call, because entries only move towards the end
-        without changing their order, and because the numbers stay valid when places are counted from 0 again.
+        Lent slots are left out. The next number is None at the end of the order. It can be used as *start* of a later
+        call even if the order has changed since, because entries only move towards the end.
         """
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)
@@ -562,7 +571,7 @@ class EvictionOrder:
         return counts  # not cast(), which takes 5 us for this type
 
     def _look_ahead(self, num_slots: int) -> None:
-        """Determine the next slots to evict, for this eviction and many later ones."""
+        """Look up the next slots to evict, for this eviction and many later ones, and store them in `_front`."""
         self._head = self._past_gap(self._head)
         start, limit = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MAX_LOOKED_AT, num_slots))
         ids = self._entries(start, start + limit)
@@ -575,12 +584,12 @@ class EvictionOrder:
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        """Cut `_front` before the first of these slots, because they leave the order or are lent."""
+        """Shorten `_front` so that it ends before these slots, which leave the order or are lent."""
         if len(ids) and self._head < self._front_end:
             self._front_end = min(self._front_end, int(self._all_places[ids].min()))
 
     def _tidy(self, num_entries: int) -> None:
-        """Continue the sweep if there are many entries, and move the head past invalid entries.
+        """Continue the compaction if there are many entries, and move the head past invalid entries.
 
         Each of these two steps examines at most *num_entries* entries.
         """
@@ -593,7 +602,10 @@ class EvictionOrder:
             self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
 
     def _sweep_some(self, num_entries: int) -> None:
-        """Move the valid ones of the next *num_entries* entries towards the end; if none is left, drop the gap."""
+        """Examine the next *num_entries* entries of the sweep, and move the valid ones towards the end.
+
+        If all entries have been examined, ends the sweep and frees the space of the invalid ones.
+        """
         sweep = self._sweep
         if sweep is None:
             self._recount()

@@ -1,4 +1,4 @@
-"""Ghosts: a record of lost blocks, which tells a miss of an evicted block from a miss of a block never seen."""
+"""Ghosts: a record of lost blocks, which tells whether a missing block was evicted or was never cached."""
 
 from array import array
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ MAX_PENDING = 2048  # names added to the ring at once, which takes half a millis
 
 
 class Ghost(NamedTuple):
-    """The loss of a block: the tier that dropped the last copy, the cause and the time."""
+    """The loss of a block: the tier that dropped its last copy, the cause and the time."""
 
     tier: Tier
     cause: EvictionCause
@@ -29,10 +29,9 @@ class Ghost(NamedTuple):
 class Ghosts:
     """A ring buffer of the last *num_names* lost blocks, identified by the first 64 bits of their names.
 
-    If two blocks have these bits in common, only a statistic is wrong. A search scans the whole ring, once per request.
-    A set or dict would be faster to search, but would keep the names in memory and make every eviction three to five
-    times as expensive. Small numbers of names are collected and added to the ring together. All names have the same
-    length.
+    The record is used for statistics only, so it does no harm if two names share these bits. A search scans the whole
+    ring, once per request. A set or dict would be faster to search, but would keep the names in memory and make every
+    eviction three to five times as expensive. All names must have the same length.
     """
 
     def __init__(self, num_names: int) -> None:
@@ -46,7 +45,7 @@ class Ghosts:
         self._num_pending = 0
 
     def remember(self, names: Sequence[BlockName], tier: Tier, cause: EvictionCause, at: float) -> None:
-        """Record that *tier* dropped the last copies of these blocks at time *at*. The list *names* is kept."""
+        """Record that *tier* dropped the last copies of these blocks at time *at*. Do not change *names* afterwards."""
         if not names:
             return
         self._pending.append(names)
@@ -73,7 +72,7 @@ class Ghosts:
     def find_all(self, names: Sequence[BlockName], before: float = float("inf")) -> list[Ghost | None]:
         """Return for each block its last loss before the time *before*; None if no such loss is remembered.
 
-        Takes milliseconds, which for many blocks is less than a call of `find` for each of them.
+        Takes milliseconds. For many blocks, this is less than calling `find` for each of them.
         """
         self._take_in()
         wanted = np.frombuffer(b"".join(name[:8] for name in names), np.uint64)

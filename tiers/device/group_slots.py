@@ -23,7 +23,7 @@ EVERY_S = 0.25  # time between two markers of `EvictionAges`; doubled whenever t
 MAX_MARKERS = 4096
 NO_AGES = Histogram(AGES_S).statistics()
 MAX_ENTRIES = 4  # queue entries of `DirtyMarks` per slot; when the queue is longer, its oldest pieces are compacted
-CLEAN = 0  # the mark of a slot that is not marked
+CLEAN = 0  # the mark of a slot that is not dirty
 NO_SPOT = -1  # not a spot: the number that identifies the named block in a slot, see `BlockPool.spots`
 
 OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
@@ -50,9 +50,9 @@ class SlotOwners:
 
 
 class Marker(NamedTuple):
-    """The slot that was freed last at the time *since*, with its place in the eviction order.
+    """A sample of `EvictionAges`: the slot freed last at the time *since*, and its place in the eviction order.
 
-    *spot* identifies the block that the slot held then, see `BlockPool.spots`.
+    *spot* identifies the block that the slot held at that time, see `BlockPool.spots`.
     """
 
     slot: int
@@ -62,12 +62,12 @@ class Marker(NamedTuple):
 
 
 class EvictionAges:
-    """A sampled histogram of block ages at eviction, measured from the last use.
+    """A histogram of the time from the last use of a block to its eviction, estimated from samples.
 
-    From time to time, the slot that was freed last becomes a marker. When a marker's block is evicted, all blocks
-    evicted since the previous marker count with the same age, because blocks are evicted in the order of their last
-    use. A marker whose block is used again is dropped. Unlike a timestamp per release, this costs the pool nothing.
-    Owned by the cache's thread.
+    From time to time, the most recently freed slot becomes a marker. When a marker's block is evicted, all blocks
+    evicted since the previous marker count with the age of this block, because blocks are evicted in the order of their
+    last use. A marker whose block is used again is dropped. Unlike a timestamp per release, this costs the pool
+    nothing. Owned by the cache's thread.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -79,7 +79,7 @@ class EvictionAges:
         self._num_counted = 0  # evictions that are in the histogram
 
     def look(self, num_evicted: int, now: float) -> None:
-        """Count the evictions since the last call, and set a new marker.
+        """Add the evictions since the last call to the histogram, and set a new marker.
 
         *num_evicted* is the number of evictions since the start, and *now* is the time in seconds. Call this often;
         most calls return at once.
@@ -121,10 +121,11 @@ class EvictionAges:
 
 
 class DirtyMarks:
-    """The set of dirty slots, which are *marked*. It remembers the order in which they were marked.
+    """The set of dirty slots, in the order in which they became dirty.
 
-    A queue holds the marked slots. It consists of numbered pieces, and a slot's mark is the number of the piece that
-    contains it. So removing a mark needs no search: a queue entry whose slot has another mark is skipped.
+    The slots are in a queue that consists of numbered pieces (arrays). A dirty slot is *marked* with the number of the
+    piece that contains it. Removing a slot only clears its mark, without a search in the queue. Queue entries whose
+    slot has another mark are skipped.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -151,7 +152,7 @@ class DirtyMarks:
         return self._num_marked > 0 and bool(np.count_nonzero(self._marks[slots]))
 
     def add(self, slots: Ids) -> None:
-        """Mark the slots that are not marked yet. The array *slots* is kept."""
+        """Mark the slots that are not marked yet. The caller must not change the array *slots* afterwards."""
         num_before = int(np.count_nonzero(self._marks[slots]))
         self._queue(slots[self._marks[slots] == CLEAN] if num_before else slots)
         self._num_marked += len(slots) - num_before
@@ -209,7 +210,11 @@ class GroupSlots:
     """A pool of slots that knows which slots are dirty, and evicts clean blocks first. Owned by the cache's thread."""
 
     def __init__(self, num_slots: int, is_spilled: bool, on_forgotten: OnForgotten) -> None:
-        """Create blank slots. *is_spilled* says whether there is a tier below; without one, no slot is ever dirty."""
+        """Create blank slots.
+
+        *is_spilled* says whether there is a tier below; without one, no slot is ever dirty. *on_forgotten* is called
+        with the blocks of each eviction.
+        """
         self.pool = BlockPool(num_slots)
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
@@ -228,7 +233,7 @@ class GroupSlots:
         return {cause: number for cause, number in self._evicted.items() if number}
 
     def on_copies_lost(self, slots: Sequence[int] | Ids) -> None:
-        """Mark slots dirty whose blocks have lost their copy below."""
+        """Mark these slots dirty, because the copies of their blocks in the lower tiers are lost."""
         if self.is_spilled and len(slots):
             self.num_lost += 1
             ids = np.array(slots, np.intp)
@@ -237,7 +242,10 @@ class GroupSlots:
                 self._pushed_out[ids] = NO_SPOT
 
     def on_evicted_below(self, slots: Ids) -> None:
-        """Mark slots dirty whose blocks were evicted by the lower tiers on purpose."""
+        """Mark these slots dirty, because the lower tiers have evicted the copies of their blocks on purpose.
+
+        `uncopied` leaves these slots out.
+        """
         if self.is_spilled and len(slots):
             self.on_copies_lost(slots)
             if self._pushed_out is None:
@@ -247,8 +255,8 @@ class GroupSlots:
     def uncopied(self, limit: int | None = None) -> Ids:
         """Return up to *limit* dirty slots (None: all) in the order in which they became dirty.
 
-        Leaves out blocks whose copy the lower tiers have evicted on purpose, because copying these blocks again would
-        evict others there.
+        Slots whose copy the lower tiers have evicted on purpose are left out, because copying their blocks again would
+        only evict other blocks there.
         """
         if self._pushed_out is None:
             return self.dirty.oldest(len(self.dirty) if limit is None else limit)
@@ -259,8 +267,8 @@ class GroupSlots:
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease *num_slots* slots, evicting clean blocks first; return None without any effect if too few are free.
 
-        A dirty block is passed over for a clean one that comes at most *window* places later in the eviction order. A
-        dirty block that must be evicted is dropped and counted. Never waits for a copy.
+        Clean blocks are searched among the oldest blocks, up to *window* blocks more than are needed. If there are too
+        few, dirty blocks are evicted as well; these are lost and counted. Never waits for a copy.
         """
         pool = self.pool
         if num_slots > pool.num_blank:
@@ -276,7 +284,7 @@ class GroupSlots:
     def take_clean(self, num_slots: int, window: int) -> list[int]:
         """Lease up to *num_slots* slots without evicting any dirty block.
 
-        Of the oldest cached blocks, *window* more than the number of slots still needed are examined for clean ones.
+        Clean blocks are searched among the oldest blocks, up to *window* blocks more than are needed.
         """
         missing = num_slots - self.pool.num_blank
         if missing > 0:
@@ -284,9 +292,9 @@ class GroupSlots:
         return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
 
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
-        """Return how many slots could be taken now: blank ones, and clean ones among the *window* oldest cached ones.
+        """Return the number of blank slots, plus the number of clean slots among the *window* oldest cached ones.
 
-        The slots *besides* are about to be leased and are ignored.
+        The slots in *besides* are about to be leased, so they are ignored.
         """
         pool = self.pool
         if not self.is_spilled:
@@ -305,7 +313,7 @@ class GroupSlots:
         self._tell(ids, self.pool.evict(ids), were_dirty, cause)
 
     def clear(self) -> Sequence[BlockName]:
-        """Evict all blocks without callbacks and return their names, oldest first. No slot may be leased."""
+        """Evict all blocks without callbacks and return their names. No slot may be leased."""
         names = self.pool.evict(self.pool.cached_slots())
         self.num_evicted += len(names)
         self._evicted[EvictionCause.CLEARED] += len(names)
@@ -321,9 +329,9 @@ class GroupSlots:
         assert self.pool.are_named(self.dirty.oldest(len(self.dirty))).all(), "a slot without a block is dirty"
 
     def _choose(self, num_slots: int, window: int) -> Ids:
-        """Return up to *num_slots* cached slots to evict: clean ones among the oldest first, then dirty ones.
+        """Return up to *num_slots* cached slots to evict, clean ones first.
 
-        A dirty slot is skipped in favour of a clean slot that comes at most *window* places later.
+        Clean slots are searched among the oldest *num_slots* + *window* slots. The oldest dirty slots make up the rest.
         """
         oldest = self.pool.order.victims(num_slots)
         if not self.dirty.any_among(oldest):
@@ -340,7 +348,7 @@ class GroupSlots:
         return oldest[~self.dirty.among(oldest)][:limit]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
-        """Remove the slots' dirty marks, and return the names of the dirty blocks."""
+        """Remove the slots' dirty marks, and return the names of the blocks that were dirty."""
         if not self.dirty.any_among(slots):
             return set()
         marked = slots[self.dirty.among(slots)]

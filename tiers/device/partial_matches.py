@@ -17,7 +17,7 @@ MAX_TRIED = 8  # maximum number of blocks that a search returns
 
 @dataclass(slots=True)
 class _Piece:
-    """Blocks *start* to *end* - 1 of a chain that are not in the arrays yet, and their slots."""
+    """Blocks *start* to *end* - 1 of a prompt and their slots, not yet added to the table of `PartialMatches`."""
 
     chain: BlockChain
     start: int
@@ -26,14 +26,15 @@ class _Piece:
 
 
 class PartialMatches:
-    """A table with the key and the computed tokens of the block in each slot.
+    """A table of cached blocks that finds blocks whose first tokens are those of a prompt's next block.
 
-    The key identifies the prefix that the block continues (`BlockChain.continued_key`). The caller that names a block
-    must call `record`, `record_tail` or `forget` for its slot. Entries of slots without a named block are out of date.
+    For each slot, the table has the computed tokens of its block and a key that identifies the prefix before the block
+    (`BlockChain.continued_key`). The caller that names a block must call `record`, `record_tail` or `forget` for its
+    slot. Entries of slots without a named block are out of date, and a search ignores them.
 
-    The table consists of plain arrays that are searched as a whole, at half a nanosecond per slot. An index would cost
-    every commit and every eviction more than the one search per request costs. Blocks are added many at a time, at the
-    latest before a search, so that a prefill chunk costs only one list entry.
+    A search scans the whole table, at half a nanosecond per slot, once per request. An index would cost more, because
+    every commit and every eviction would have to update it. New blocks are collected, and added to the table together,
+    at the latest before a search.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -46,7 +47,7 @@ class PartialMatches:
         self._num_tokens = np.zeros(num_slots, np.int32)
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
-        """Record that *slots* hold the chain's named blocks from *start* on. The array *slots* is kept."""
+        """Record that *slots* hold the named blocks of *chain* from *start* on. Do not change *slots* afterwards."""
         last = self._pending[-1] if self._pending else None
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
@@ -58,7 +59,7 @@ class PartialMatches:
             self._take_in()
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
-        """Record that *slot* holds a partial block, of which only the first tokens, *token_ids*, are computed."""
+        """Record that *slot* holds a partial block after the prefix *key*. Only its tokens *token_ids* are computed."""
         self._take_in()
         self._keys[slot] = np.frombuffer(key, np.uint64)
         self._first[slot] = np.frombuffer(key, np.uint32)[0]
@@ -73,16 +74,16 @@ class PartialMatches:
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Return whether the slot holds a partial block of exactly *num_tokens* tokens.
 
-        A request that continues after all of them has a longer block, which replaces this one.
+        A request that reuses all tokens of such a block will offer a longer one, so this block can be evicted.
         """
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
-        """Yield the slot of each block together with the slot of its parent, the block that it continues.
+        """Yield the slot of each block together with the slot of its parent, the block before it in the prompt.
 
-        Leaves out blocks whose parent is not in the pool, and blocks with extra keys, because their key is not the name
-        of their parent.
+        Leaves out blocks whose parent is not in the pool. Also leaves out blocks with extra keys, for which the key in
+        the table is not the name of the parent.
         """
         self._take_in()
         for slot in range(pool.num_slots):
@@ -92,9 +93,10 @@ class PartialMatches:
                     yield slot, parent
 
     def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
-        """Return slots whose blocks continue the prefix *key* with *token_ids*, and how many of the tokens they share.
+        """Return slots whose blocks come after the prefix *key* and begin with the same tokens as *token_ids*.
 
-        Returns at most `MAX_TRIED` slots of *pool*, starting with the most shared tokens.
+        Each slot is returned with the number of equal tokens. Returns at most `MAX_TRIED` slots of *pool*, those with
+        the most equal tokens first.
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)

@@ -15,5 +15,5 @@ MANY = 128  # number of slots from which on numpy calls are faster than a loop o
 
 
 def view_of(numbers: "array[int]") -> npt.NDArray[np.int32]:
-    """Return a numpy view of an array. Python reads single items of the array as fast as those of a list."""
+    """Return a numpy view of *numbers*, for operations on many items. The array itself is faster for single items."""
     return np.frombuffer(numbers, np.int32) if numbers else np.empty(0, np.int32)

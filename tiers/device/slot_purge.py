@@ -1,4 +1,4 @@
-"""SlotPurge: the eviction of selected blocks from one group's slots, requested by an operator, in small parts."""
+"""SlotPurge: evicts selected blocks from one group's slots at an operator's request, in small parts."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,9 +15,10 @@ COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 
 
 class SlotPurge:
-    """A purge that evicts the oldest blocks first, so that a block is evicted before the blocks that it continues.
+    """A purge of one attention group's slots, requested by an operator.
 
-    Blocks that a request leases and blocks that are lent to a copy stay.
+    The oldest blocks are evicted first, so that the last blocks of a prompt are evicted before its first ones. Blocks
+    that a request leases or that are being copied are not evicted.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class SlotPurge:
     ) -> None:
         """Prepare a purge of up to *limit* blocks (None: all).
 
-        *matches* returns which of the given slots hold a block to be purged; None means all of them.
+        *matches* returns for each of the given slots whether its block is to be purged (None: purge all blocks).
         """
         self._slots = slots
         self._limit = limit
@@ -37,11 +38,11 @@ class SlotPurge:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no slot is lent to a copy."""
+        """Whether no block of these slots is being copied to a lower tier."""
         return not self._slots.pool.order.num_lent
 
     def parts(self) -> Iterator[bool]:
-        """Pass over the eviction order once, part by part; see `Purge.parts`."""
+        """Go through the eviction order once and evict the selected blocks, part by part; see `Purge.parts`."""
         start: int | None = 0
         while start is not None and self._num_left != 0:
             slots, end = self._slots.pool.order.part(start, SCAN_ENTRIES)
@@ -55,7 +56,7 @@ class SlotPurge:
             yield True
 
     def num_leased(self) -> int:
-        """Return the number of blocks to be purged that are leased now, which takes 5 ms for a million slots."""
+        """Return how many of the blocks to be purged are leased now. Takes 5 ms for a million slots."""
         pool, num_leased = self._slots.pool, 0
         for first in range(0, pool.num_slots, COUNTED):
             slots = np.arange(first, min(first + COUNTED, pool.num_slots))

@@ -28,8 +28,8 @@ class Drain:
     ) -> None:
         """Create a drain that has started nothing.
 
-        *wait* waits up to the given seconds for a transfer and processes it. *is_promoting* says whether any promotion
-        is in flight.
+        *wait* waits up to the given number of seconds for a transfer and processes it. *is_promoting* returns whether
+        any promotion is in flight.
         """
         self._groups = groups
         self._host_spill = host_spill
@@ -40,10 +40,10 @@ class Drain:
         self._clock = clock
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
-        """Copy every block that no request leases to disk, so that a restart is warm.
+        """Copy every block that no request leases to disk, so that the cache is warm after a restart.
 
-        Does nothing without a disk. Waits up to *timeout_s*, but not for copies that hang or for host slots that are
-        never released.
+        Does nothing without a disk. Waits up to *timeout_s*, but gives up earlier if copies hang or host slots are not
+        released.
 
         Args:
             timeout_s: Time limit.
@@ -85,7 +85,7 @@ class Drain:
         return num_left
 
     def spill_rest(self) -> int:
-        """Start to copy dirty blocks (those without a copy below) from the device to host memory, and on to disk.
+        """Start to copy dirty blocks (those without a copy below) from the device to host memory, and then to disk.
 
         Leased blocks are copied too. Each call starts some copies. Returns the number of blocks that are left,
         including those in flight; 0 if there are no lower tiers.
@@ -98,7 +98,7 @@ class Drain:
         return self._host_spill.num_uncopied + self._lower.status.spill_progress().num_left
 
     def _hangs_since(self, began_at: float, below: SpillProgress) -> bool:
-        """Return whether spills are in flight but none has ended for `HUNG_S`, counted from *began_at* or later."""
+        """Return whether spills are in flight but none has ended for `HUNG_S`, not counting time before *began_at*."""
         copies = self._host_spill.copies
         ended_at = [copies.ended_at] * bool(copies.batches) + [below.ended_at] * below.is_busy
         return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S

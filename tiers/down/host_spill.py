@@ -16,7 +16,7 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MAX_IN_BATCH = 128  # blocks per batch; publishing them takes half a millisecond of the owner's thread
-MAX_WITH_DISK = 64  # the same limit with a disk, for which each block is looked up too
+MAX_WITH_DISK = 64  # the same limit with a disk, because each block is then also looked up
 MAX_STARTED = 256  # blocks started per call; the rest follows in the next call
 MAX_BEYOND = 64  # 1/64 of the device slots may be copied before they are due, for larger batches
 MAX_IN_FLIGHT = 16  # batches per group: one engine step's worth of large blocks
@@ -31,27 +31,34 @@ class HostBatch(CopyBatch):
     lower_slots: Ids
     owners: OwnerNumbers
 
+    def copy_down(self) -> list[bytes]:
+        """Copy the blocks to the host slots and return their digests. A thread of the lane calls this method."""
+        memory, lower_slots = self.group.memory, self.lower_slots.tolist()
+        memory.to_host(self.source_slots.tolist(), lower_slots)
+        digest = digest_for_threads(memory.num_copiers)
+        return [digest(memory.host_block(slot)) for slot in lower_slots]
+
 
 @dataclass(frozen=True, slots=True)
 class CleanFront:
-    """The slots next to be evicted that were clean (copied below) or in flight at the last check.
+    """The result of the last search for dirty blocks: the *num_slots* oldest slots were clean or being copied.
 
-    As long as enough of them are left, no new check is needed.
+    While enough of these slots are left, no new search is needed.
     """
 
     num_slots: int = 0
-    # `EvictionOrder.num_departures` at the last check. The slots that have left the order since may be of these.
+    # `EvictionOrder.num_departures` at the last search. All slots that have left the order since may be among these.
     num_departures: int = 0
-    num_lost: int = 0  # `GroupSlots.num_lost` at the last check; if it has grown, clean slots may be dirty again
+    num_lost: int = 0  # `GroupSlots.num_lost` at the last search; if it has grown, clean slots may be dirty again
 
 
 class HostSpill:
     """Copies device blocks to host memory shortly before they are evicted.
 
-    Only blocks in the *window* are copied: the oldest blocks, as many as `CleanAhead` says. So a block that is used
-    again before it gets there is not copied, and host memory mostly holds blocks that the device does not. Callers that
-    need copies sooner use `spill_all` and `copy_down`. A block is *dirty* until it has been copied, then *clean*. Owned
-    by the cache's thread.
+    Only blocks in the *window* are copied: the blocks that will be evicted next. `CleanAhead` sets their number. A
+    block that is used again before it reaches the window is not copied, so host memory mostly holds blocks that the
+    device does not. Callers that need copies sooner use `spill_all` and `copy_down`. A block is *dirty* until it has
+    been copied, then *clean*. Owned by the cache's thread.
     """
 
     def __init__(
@@ -78,11 +85,11 @@ class HostSpill:
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
     def spill(self, demand: Sequence[int]) -> None:
-        """Start the copies that are due: those of dirty blocks in the window, the slots that will be evicted next.
+        """Start to copy the dirty blocks in the window.
 
-        *demand* is the number of slots about to be taken in addition, by attention group. While a promotion needs the
-        bus, the window is halved. Without a disk it is limited to the number of host slots, because more blocks would
-        only evict each other there.
+        *demand* is the number of slots about to be taken, by attention group; the window is extended by this number.
+        While a promotion needs the bus, the window is halved. Without a disk, the window is limited to the number of
+        host slots, because more blocks would only evict each other from host memory.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
@@ -107,7 +114,10 @@ class HostSpill:
             self.copy_down(group, group.slots.uncopied(MAX_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
-        """Start to copy the blocks in *slots* that have no copy below, leased or not. Prefixes must be front first."""
+        """Start to copy the blocks in *slots* that have no copy below, leased or not.
+
+        The blocks of a prefix must be in the order of the prompt.
+        """
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
         ids = ids[np.isin(ids, self.copies.slots(group.pool), invert=True)]
@@ -120,7 +130,7 @@ class HostSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """Whether copies are in flight that are not overdue, so that waiting for their slots makes sense.
+        """Whether copies are in flight and not overdue, so that it makes sense to wait for their slots.
 
         Copies behind an overdue one count as overdue, unless a later copy has ended recently.
         """
@@ -190,7 +200,7 @@ class HostSpill:
             group.owners.of(slots),
         )
         num_bytes = len(slots) * group.memory.block_bytes
-        if not self.copies.start(batch, num_bytes, _work(batch), lambda transfer: self._on_copied(batch, transfer)):
+        if not self.copies.start(batch, num_bytes, batch.copy_down, lambda transfer: self._on_copied(batch, transfer)):
             self._end(batch, LaneClosed())
             return False
         return is_all
@@ -214,7 +224,7 @@ class HostSpill:
         self._lower.abandon(batch.group.id, batch.lower_slots)
 
     def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[NamedSpan]]:
-        """Return the device slots whose blocks have no copy below, and these blocks. Mark the other slots clean."""
+        """Return the slots whose blocks have no copy below, and the blocks' names. Mark the other slots clean."""
         rows = group.pool.rows(slots)
         names = [name for row in rows for name in row.names]
         have = are_kept(self._lower.find(group.id, names))
@@ -222,16 +232,3 @@ class HostSpill:
             return slots, rows
         group.slots.dirty.remove(slots[have])
         return slots[~have], group.pool.rows(slots[~have])
-
-
-def _work(batch: HostBatch) -> Callable[[], list[bytes]]:
-    """Return the lane's work: copy the blocks and compute their digests. It uses only memory and plain values."""
-    memory = batch.group.memory
-
-    def copy_down() -> list[bytes]:
-        lower_slots = batch.lower_slots.tolist()
-        memory.to_host(batch.source_slots.tolist(), lower_slots)
-        digest = digest_for_threads(memory.num_copiers)
-        return [digest(memory.host_block(slot)) for slot in lower_slots]
-
-    return copy_down

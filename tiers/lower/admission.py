@@ -1,4 +1,4 @@
-"""Admission: the decision which blocks are written to disk, so that the daily write budget is kept.
+"""Admission: decides which blocks are written to disk, to stay within the daily write budget.
 
 With one H100, writing every block would wear out a drive rated for one drive write per day 15 times too fast. When the
 budget is short, only blocks that are requested a second time are written. This gives half of the disk hits for a fifth
@@ -20,21 +20,25 @@ RESERVE = 0.25  # share of a day's bytes that is kept for blocks that are used a
 
 
 class WriteBudget:
-    """A token bucket of one day's bytes that refills evenly: at most N + 1 days' bytes are written in N days.
+    """A token bucket that limits the bytes written to disk.
 
-    A quarter of the bucket is a reserve for blocks that are used again. The caller calls `allows` or `spares` before it
-    writes. Afterwards it calls `spend` with the number of bytes as stored, if that is known. Concurrent writes may
-    overdraw the bucket, which is made up for by later refills. Owned by the tiers' thread.
+    The bucket holds one day's bytes and refills evenly, so at most N + 1 days' bytes are written in N days. A quarter
+    of it is a reserve for blocks that are used again. The caller calls `allows` or `spares` before a write, and `spend`
+    afterwards. Concurrent writes may overdraw the bucket; then less is allowed until it has refilled. Owned by the
+    tiers' thread.
     """
 
     def __init__(self, bytes_per_day: int | None, clock: Callable[[], float], written_last_day_bytes: int = 0) -> None:
         """Create a full bucket of *bytes_per_day* (None: no limit), less *written_last_day_bytes*.
 
-        The bytes written in the day before the start count as if they were written just now, so that restarts do not
+        *written_last_day_bytes* is the number of bytes written in the day before the start, so that restarts do not
         raise the limit. Raises ValueError if a number of bytes is negative.
         """
         if (bytes_per_day or 0) < 0 or written_last_day_bytes < 0:
-            raise ValueError(f"{bytes_per_day} bytes a day, {written_last_day_bytes} written: neither can be negative")
+            raise ValueError(
+                f"write budget of {bytes_per_day} bytes per day, {written_last_day_bytes} bytes written so far: "
+                "neither can be negative"
+            )
         self.bytes_per_day = bytes_per_day  # None: no limit
         self._clock = clock
         self._left_bytes: float = max(0, (bytes_per_day or 0) - written_last_day_bytes)
@@ -54,7 +58,7 @@ class WriteBudget:
         return self.bytes_per_day is None or self.allows(num_bytes + math.ceil(RESERVE * self.bytes_per_day))
 
     def spend(self, num_bytes: int) -> None:
-        """Take written bytes out of the bucket, whether they were allowed or not."""
+        """Subtract bytes that were written to disk from the bucket, which may be overdrawn by this."""
         if self.bytes_per_day is not None:
             self._left_bytes = self._left_now(self.bytes_per_day) - num_bytes
             self._left_at = self._clock()
@@ -70,7 +74,7 @@ class WriteBudget:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Decisions since the start, in blocks and uncompressed bytes. Each use of a block is a decision of its own."""
+    """Admitted and refused blocks since the start, and their uncompressed bytes. A block is counted at each use."""
 
     num_admitted: int = 0
     admitted_bytes: int = 0
@@ -79,21 +83,20 @@ class AdmissionStatistics:
 
 
 class Admission:
-    """The policy that admits blocks to disk: all blocks while the budget has some to spare, then only reused ones.
+    """The policy that decides which blocks are written to disk: all blocks, or only reused ones if the budget is short.
 
-    Each call of `admit` with a block counts as a use of it: the first when the block comes to host memory, later ones
-    when a request uses it there or computes it again. A *reused* block is one that was refused at an earlier use. The
-    reserve of the budget is for reused blocks only; when it is used up too, only promised blocks (see below) are
-    admitted. A refused block gets no other chance before its next use.
+    Each call of `admit` with a block counts as a use of it. The first use is the copy of the block to host memory.
+    Later uses are requests that find the block there or compute it again. A block is *reused* if it was refused at an
+    earlier use. Only reused blocks may take bytes from the reserve of the budget. A refused block has no other chance
+    before its next use.
 
-    A block on disk is useless if its parent, the block that it continues, is missing there. So a block is refused if
-    its parent is refused in the same call. A block that is not reused is also refused if its parent was refused earlier
-    and is neither on disk yet nor promised.
+    A block on disk is useless without its parent, which is the block before it in the prompt. So a block is refused if
+    its parent is refused in the same call. If its parent was refused earlier, and is neither on disk nor promised (see
+    below), the block is admitted only if it is reused.
 
-    Prompts are copied down tail first, in batches, so often the parent comes only in a later call. If a block is
-    admitted before its parent has come, the parent is *promised*: it will be admitted when it comes, whatever the
-    budget is then. So a prompt whose tail was admitted is written up to its front, which may overdraw the budget by the
-    prompt's length. To admit only blocks whose parent is on disk already would not work, because tails come first.
+    The last blocks of a prompt are copied down first, so a parent often comes in a later call than the block after it.
+    If that block was admitted, its parent is *promised*: it will be admitted when it comes, even without any budget. So
+    the prompt is written up to its beginning, which may overdraw the budget by the prompt's length.
 
     Owned by the tiers' thread. The policy neither writes nor charges the budget; its caller does both.
     """
@@ -101,8 +104,8 @@ class Admission:
     def __init__(self, budget: WriteBudget, num_disk_blocks: int, holds: Callable[[int, BlockName], bool]) -> None:
         """Create a policy that has refused nothing yet.
 
-        About *num_disk_blocks* blocks fit on the disk. *holds* returns whether a group's block is on disk or about to
-        be written.
+        *num_disk_blocks* is the approximate number of blocks that fit on the disk. *holds* returns whether a group's
+        block is on disk or about to be written.
         """
         self._budget = budget
         self._holds = holds
@@ -114,11 +117,11 @@ class Admission:
     def admit(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """Decide for each of these blocks, which were used, whether it may be written now; remember the refused ones.
+        """Return for each of these blocks whether it may be written to disk now. Counts as a use of each block.
 
-        *names* are distinct and in any order, and may be of several prompts. *parents* are the names of the blocks that
-        they continue: None for the first block of a prompt, and for a block that is usable without its parent (in a
-        sliding window, or as a recurrent state).
+        *names* are distinct, in any order, and may belong to several prompts. *parents* are the names of the blocks
+        before them in the prompt. A parent is None for the first block of a prompt, and for a block that is usable
+        without its parent (in a sliding window, or as a recurrent state).
         """
         is_limited = names and self._budget.bytes_per_day is not None
         admitted = self._decide(group_id, names, parents, block_bytes) if is_limited else [True] * len(names)
@@ -144,7 +147,7 @@ class Admission:
     def _decide(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """Return the result of `admit` for a budget that is limited."""
+        """Return the result of `admit` if the budget is limited."""
         parent_of = dict(zip(names, parents, strict=True))
         assert len(parent_of) == len(names), "a block is asked for twice in one call"
         was_refused = dict(zip(names, self._refused.has(group_id, names), strict=True))
@@ -177,7 +180,10 @@ class Admission:
         return [admitted[name] for name in names]
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """End the promises for blocks of this call. Return these blocks, and all blocks before them in this call."""
+        """End the promises of blocks in *parent_of*, and return these blocks.
+
+        Also returns the blocks in *parent_of* that come before them in their prompts.
+        """
         due: set[BlockName] = set()
         for name in parent_of:
             if (group_id, name) in self._promised:
@@ -195,7 +201,7 @@ class Admission:
 
 
 def _parents_first(parent_of: dict[BlockName, BlockName | None]) -> Iterator[BlockName]:
-    """Yield the names, each after its parent if the parent is among them."""
+    """Yield the names so that each comes after its parent, if the parent is among them."""
     seen: set[BlockName] = set()
     for name in parent_of:
         run = []

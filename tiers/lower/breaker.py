@@ -13,20 +13,20 @@ Attempt = NewType("Attempt", int)
 
 
 class BreakerState(StrEnum):
-    """Which attempts a circuit breaker allows."""
+    """The state of a circuit breaker, which decides which operations on the store are allowed."""
 
-    CLOSED = "closed"  # all
-    OPEN = "open"  # none: the store rests
-    HALF_OPEN = "half_open"  # one probe, whose outcome decides
+    CLOSED = "closed"  # all operations
+    OPEN = "open"  # none, for a while
+    HALF_OPEN = "half_open"  # one operation, the probe; its outcome decides whether the breaker closes or opens again
 
 
 class CircuitBreaker:
-    """A circuit breaker for one kind of operation on one store.
+    """A circuit breaker for one kind of operation on one store: it tells the caller whether to use the store.
 
-    Reads and writes have separate breakers, because a full disk can still be read. The caller begins an attempt before
-    it uses the store, and ends it with `on_succeeded`, `on_failed`, `on_hung` or `withdraw`. A probe that is never
-    ended blocks all later probes. An attempt counts only in the period in which it began; a new period starts whenever
-    the breaker opens or closes. So an attempt that is in flight when the breaker opens has no effect any more.
+    Reads and writes have separate breakers, because a full disk can still be read. The caller calls `begin` before each
+    operation, and reports its outcome with `on_succeeded`, `on_failed`, `on_hung` or `withdraw`. As long as the outcome
+    of a probe is not reported, there is no other probe. The outcome of an operation is ignored if the breaker has
+    opened or closed since the operation began.
 
     Used by the owner's thread only. A breaker starts no operations and does not block.
     """
@@ -34,9 +34,9 @@ class CircuitBreaker:
     def __init__(
         self, clock: Callable[[], float], max_failures: int = MAX_FAILURES, max_rest_s: float = MAX_REST_S
     ) -> None:
-        """Create a closed breaker. *max_failures* in a row open it.
+        """Create a closed breaker, which opens after *max_failures* failures in a row.
 
-        *max_rest_s* limits the time for which the store is not used before it is probed. Raises ValueError if
+        *max_rest_s* limits the time from the opening of the breaker to the next probe. Raises ValueError if
         *max_failures* is less than 1.
         """
         if max_failures < 1:
@@ -64,7 +64,7 @@ class CircuitBreaker:
         return self.is_closed or (self.state is BreakerState.HALF_OPEN and not self._is_probing)
 
     def begin(self) -> Attempt | None:
-        """Grant one operation or batch, or the probe when half-open; return None if the store is not to be used."""
+        """Allow one operation or batch, which is the probe if half-open; return None if the store must not be used."""
         if not self.allows():
             return None
         self._is_probing = not self.is_closed
@@ -88,7 +88,7 @@ class CircuitBreaker:
     def on_hung(self, attempt: Attempt) -> None:
         """Record that the operation exceeded its deadline, which opens the breaker at once.
 
-        If the operation ends later, its outcome may be reported or not; it is ignored.
+        An outcome that is reported later is ignored.
         """
         if attempt == self._period:
             self._open()

@@ -1,4 +1,4 @@
-"""Clearing: deletion of the records on disk that the index does not have any more, while other work goes on."""
+"""RecordDeletion: deletes the records on disk that are no longer in the index, in the background."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,9 @@ REST_S = 1.0  # pause after an error of the disk
 class RecordDeletion:
     """Deletes the records that are on disk but not in the index, page by page.
 
-    After the index has been emptied, this process does not find the records on disk, but the next process would.
-    Records that were written after that are in the index, and stay. Owned by the tiers' thread.
+    When all blocks are to be evicted at once, the index is emptied first. This process then no longer finds the records
+    on disk, but a later process would, so they are deleted too. Records that are written meanwhile are in the index and
+    are not deleted. Owned by the tiers' thread.
     """
 
     def __init__(self, disk: DiskTier, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -26,12 +27,12 @@ class RecordDeletion:
         self._not_before = float("-inf")
 
     def begin(self) -> None:
-        """Begin to delete, because the index has just been emptied."""
+        """Start a new deletion. Call this when the index has just been emptied."""
         self.is_done = not self._disk.is_there
         self._disk.rewind_index()
 
     def go_on(self) -> None:
-        """Start to scan the next page, unless a scan or a deletion is in flight."""
+        """Start to read the next page of the store's keys, unless a read or a deletion is in flight."""
         if self.is_done or self._is_under_way or self._clock() < self._not_before:
             return
         if self._disk.indexed_opening != self._disk.opening():
@@ -70,6 +71,6 @@ class RecordDeletion:
         return block is not None and not self._disk.index.holds(*block)
 
     def _rest(self) -> None:
-        """Start again from the first page after a pause."""
+        """Pause after an error, and then start again from the first page."""
         self._disk.rewind_index()
         self._not_before = self._clock() + REST_S

@@ -1,4 +1,4 @@
-"""Copies to a lower tier on one route, in batches, and their leases on the slots that they are copied from.
+"""Copies: batches of blocks that are being copied to a lower tier, with leases on their source slots.
 
 `CleanAhead` determines how many blocks to copy before their slots are needed.
 """
@@ -31,7 +31,7 @@ def blocks_in_batch(block_bytes: int, num_copiers: int, limit: int, batch_bytes:
 
 @dataclass(eq=False, slots=True)
 class CopyBatch:
-    """Blocks of one attention group being copied down, in the order in which the lower tier should evict them.
+    """A batch of one attention group's blocks being copied down, in the order in which the lower tier evicts them.
 
     The batch holds a lease on each of *source_slots* until it ends.
     """
@@ -50,7 +50,7 @@ AnyBatch = TypeVar("AnyBatch", bound=CopyBatch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches in flight on one route, together with their leases on the source slots, which are lent to them.
+    """The batches in flight on one route, for example from device to host memory. Their source slots are lent to them.
 
     The number of blocks in flight is limited, so that allocations always find free slots. Owned by the tiers' thread.
     """
@@ -73,7 +73,9 @@ class Copies(Generic[AnyBatch]):
     def start(
         self, batch: AnyBatch, num_bytes: int, work: Callable[[], object], deliver: Callable[[Transfer], None]
     ) -> bool:
-        """Lease the batch's source slots and submit *work* to the route's lane, the queue of its copies.
+        """Lease the batch's source slots and submit *work* to the route's lane (copy queue).
+
+        *deliver* is called with the outcome, in the tiers' thread.
 
         Returns:
             False if the lane is full. The caller must then call `end` for the batch.
@@ -83,16 +85,17 @@ class Copies(Generic[AnyBatch]):
         return self._transfers.submit(self._route, work, num_bytes, deliver, len(batch.source_slots))
 
     def end(self, batch: AnyBatch) -> None:
-        """Release a batch's leases, whether it succeeded or not. Its slots return to their place in eviction order."""
+        """Release a batch's leases, whether it succeeded or not, so that its source slots can be evicted."""
         self.batches.remove(batch)
         self.ended_at = self._clock()
         batch.upper.put_back(batch.source_slots)
 
     def max_blocks(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
-        """Return the size limit of the next batch from *upper*; 0 if no batch may start now.
+        """Return how many blocks the next batch from the pool *upper* may have; 0 if no batch may start now.
 
-        Batches never lease more than a quarter of *num_lendable* slots (default: the pool's free slots, including those
-        leased by batches), so that allocations can use the rest. One block is always allowed when nothing is in flight.
+        All batches together lease at most a quarter of *num_lendable* slots, so that allocations can use the rest. The
+        default is the pool's free slots, including those leased by batches. If nothing is in flight, one block is
+        always allowed.
         """
         under_way = [batch for batch in self.batches if batch.upper is upper]
         if len(under_way) >= self._max_in_flight:
@@ -104,27 +107,27 @@ class Copies(Generic[AnyBatch]):
         return max(limit, 0 if under_way else 1)
 
     def slots(self, upper: BlockPool) -> Ids:
-        """Return the slots of the pool that batches are copied from."""
+        """Return the slots of the pool *upper* from which batches are being copied."""
         return np.concatenate([NOTHING, *(batch.source_slots for batch in self.batches if batch.upper is upper)])
 
     def num_leases(self, upper: BlockPool) -> int:
-        """Return how many leases the batches hold on slots of the pool."""
+        """Return how many leases the batches hold on slots of the pool *upper*."""
         return sum(len(batch.source_slots) for batch in self.batches if batch.upper is upper)
 
     def stalled_since(self, before: float) -> list[AnyBatch]:
         """Return the batches submitted before *before* that have not ended.
 
-        Returns an empty list while finished transfers have not been collected, because their outcome is still unknown.
+        Returns an empty list while finished transfers wait to be processed, because batches may be among them.
         """
         if self._transfers.has_undelivered:
             return []
         return [batch for batch in self.batches if batch.submitted_at < before]
 
     def is_making_progress(self, since: float) -> bool:
-        """Return whether any batch is in flight and the lane is not stuck.
+        """Return whether any batch is in flight and the lane (copy queue) does not hang.
 
-        The lane is making progress if the oldest batch was submitted after *since*, or if after *since* one batch was
-        submitted and another one ended.
+        The lane does not hang if the oldest batch in flight was submitted after *since*. It does not hang either if,
+        after *since*, one batch was submitted and another one ended.
         """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))
@@ -133,8 +136,8 @@ class Copies(Generic[AnyBatch]):
 class CleanAhead:
     """The length of a pool's window: how many of the blocks to be evicted next should be clean.
 
-    A block is clean once it has been copied to a lower tier. The length follows the measured allocation rate and the
-    measured time of a spill (a copy down).
+    A block is clean once it has been copied to a lower tier. The window is longer if more blocks are allocated per
+    second, and if a spill (a copy down) takes longer. Both are measured.
     """
 
     def __init__(self, min_blocks: int, max_blocks: int, clock: Callable[[], float]) -> None:
@@ -153,7 +156,7 @@ class CleanAhead:
         self._num_new += num_blocks
 
     def on_spilled(self, seconds: float) -> None:
-        """Record how long a spill took, from its submission to the owner's poll."""
+        """Record how long a spill took, from its submission until its outcome was processed."""
         self._spill_s = seconds if self._spill_s == 0 else 0.8 * self._spill_s + 0.2 * seconds
 
     @property
@@ -165,9 +168,9 @@ class CleanAhead:
 
     @property
     def depth(self) -> int:
-        """Number of blocks that should be clean or free.
+        """Number of slots that should be free or hold clean blocks.
 
-        This is the length of the window, but at least the minimum, even in a small pool, whose window is shorter.
+        This is the length of the window, but never less than *min_blocks*, even if a small pool has a shorter window.
         """
         return max(self._minimum, self.num_blocks)
 

@@ -19,7 +19,7 @@ class DiskIndex:
 
     The owner reports every write and eviction. The names of blocks that were on disk before the index was created are
     loaded in pages, newest first, so that the blocks most likely to be requested are known early. A block that is not
-    known yet counts as not on disk. No call takes longer because the index holds more names.
+    known yet counts as not on disk. The duration of a call does not depend on the number of names in the index.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,17 @@ class DiskIndex:
         return held.holds(rows_of(names))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Return group and name of a block on disk that is not in *besides*; None if this call found none."""
+        """Return group and name of a block on disk that is not in *besides*.
+
+        Searches a part of the index, another one in each call. Returns None if that part has no such block.
+        """
         blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
         return next((block for block in blocks if block not in besides), None)
 
     def load(self, group_id: int, rows: Rows) -> list[BlockName]:
-        """Add a page of names, and return those that are new.
+        """Add a page of names that was read from the store, and return the names that are new.
 
-        The blocks were on disk when the page was read. Blocks that were removed since then are left out.
+        Blocks that have been removed from the disk since the page was read are left out.
         """
         gone = self._gone.get(group_id)
         if gone is not None:
@@ -74,7 +77,7 @@ class DiskIndex:
         return names_of(rows[self._names[group_id].add(rows)])
 
     def finish_loading(self) -> None:
-        """Mark the index as completely loaded: from now on a block that is not in it is not on disk."""
+        """Mark the index as completely loaded. From now on, a block that is not in the index is not on disk."""
         self.is_loaded = True
         self._let_go(self._gone)
 
@@ -111,8 +114,8 @@ class DiskIndex:
     def pages(self, group_id: int) -> Iterator[list[BlockName]]:
         """Yield the group's names in pages of a few hundred.
 
-        Names may be added and removed meanwhile. Every name that stays in the index until the last page is yielded. If
-        the index is emptied, no further page follows.
+        Names may be added and removed meanwhile. The pages contain at least the names that are in the index from the
+        first page to the last. If the index is emptied, no further page follows.
         """
         names = self._names.get(group_id)
         pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
@@ -123,7 +126,7 @@ class DiskIndex:
             yield page
 
     def empty(self) -> None:
-        """Empty the index as `clear` does, but have `pop_forgotten` return the names that it had."""
+        """Empty the index, which then counts as loaded. `pop_forgotten` returns the names that it had."""
         self.begin_again()
         self.is_loaded = True
 
@@ -133,17 +136,17 @@ class DiskIndex:
         return bool(self._past)
 
     def clear(self) -> None:
-        """Empty the index, because no block is on disk. The index then counts as loaded."""
+        """Empty the index, which then counts as loaded. `pop_forgotten` does not return the names that it had."""
         self._let_go(self._names)
         self._let_go(self._gone)
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
     def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
-        """Return a group and some of the names that it had before `begin_again` or `empty`; None if none are left.
+        """Return a group and some of its names that were in the index before `begin_again` or `empty`; None at the end.
 
-        The list of names may be empty. When all names of a group have been returned, each call frees a part of their
-        memory, because freeing 600 MB at once takes 30 ms.
+        Once all names of a group have been returned, further calls free their memory in parts and return no names.
+        Freeing 600 MB at once would take 30 ms.
         """
         if not self._past:
             return None

@@ -1,4 +1,4 @@
-"""DiskPurge: the eviction of records from the disk, requested by an operator, in parts."""
+"""DiskPurge: evicts records from the disk at an operator's request, in small parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -14,10 +14,10 @@ ALL_BYTES = 1 << 62  # no limit
 
 
 class DiskPurge:
-    """A purge of the disk. Owned by the tiers' thread; a lane's thread does the deletions.
+    """A purge of the disk, requested by an operator. Owned by the tiers' thread; a copy thread deletes the records.
 
-    Records are evicted in the store's eviction order. If the purge is limited to a namespace, they are evicted in the
-    order in which a scan finds them.
+    Records are evicted in the store's eviction order. If the purge is limited to a namespace, the store is scanned
+    instead, and records are evicted in the order of the scan.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DiskPurge:
         self.why_not = ""
 
     def parts(self) -> Iterator[bool]:
-        """Evict records part by part (see `Purge.parts`), until no more are to be evicted or the disk fails."""
+        """Evict records part by part (see `Purge.parts`), until all selected records are evicted or the disk fails."""
         if not self._disk.is_open:
             self.why_not = "the disk is not open"
             return
@@ -69,10 +69,10 @@ class DiskPurge:
         return MAX_EVICTED if limit is None else min(MAX_EVICTED, limit - self.num_evicted)
 
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
-        """Return the work of the next part for a lane. It returns what it evicted, and whether it was the last part.
+        """Return a function that evicts the next part, for a copy thread to call.
 
-        *walk* is empty at first. If the purge scans keys, the first part puts the iterator over the keys there. Only
-        lanes' threads use *walk*.
+        The function returns what it has evicted, and whether this was the last part. *walk* is an empty list in which
+        the parts of a scan keep the iterator over the store's keys.
         """
         disk, prefix = self._disk, self._order.namespace
         num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""

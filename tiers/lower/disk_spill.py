@@ -1,4 +1,4 @@
-"""Writes of blocks from host memory to disk before their slots are needed, so that loads find clean host slots.
+"""DiskSpill: writes blocks of host memory to disk before their slots are needed for other blocks.
 
 A host slot is *dirty* while its block has yet to be written to disk, and otherwise *clean*.
 """
@@ -25,7 +25,7 @@ MAX_IN_FLIGHT = 4  # batches per group: enough to keep the disk busy
 
 @dataclass(eq=False, slots=True)
 class DiskBatch(CopyBatch):
-    """Blocks being written to disk."""
+    """A batch of blocks being written to disk."""
 
     group_id: int
     attempt: Attempt
@@ -35,10 +35,10 @@ class DiskBatch(CopyBatch):
 
 
 class DiskSpill:
-    """Writes all dirty blocks of host memory to disk, those first that have been dirty longest.
+    """Writes all dirty blocks of host memory to disk, starting with those that have been dirty longest.
 
-    It does not wait until a block's slot is needed, because nearly all blocks are written in the end anyway. Owned by
-    the tiers' thread.
+    It does not wait until a block's slot is needed, because nearly all blocks have to be written anyway. Owned by the
+    tiers' thread.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DiskSpill:
         windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
-        """Create a writer that reports the duration of each write to *windows*, by attention group."""
+        """Create a writer that reports the duration of each write to the group's item of *windows*."""
         self._index = index
         self._host = index.host
         self._disk = index.disk
@@ -70,9 +70,9 @@ class DiskSpill:
                 num_started += num_more
 
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
-        """Record in all batches in flight other than *besides* that these keys have left the disk.
+        """Record in all batches in flight, except *besides*, that these keys are no longer on disk.
 
-        This is needed because the outcomes of writes may be processed in another order than that of the writes.
+        Such a batch may have been written before the eviction of the keys, although its outcome is processed later.
         """
         others = [other for other in self.copies.batches if other is not besides]
         if others and keys:
@@ -82,7 +82,7 @@ class DiskSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """Whether writes are in flight and making progress, so that it makes sense to wait for their slots."""
+        """Whether writes are in flight and do not hang, so that it makes sense to wait for their slots."""
         return not self._disk.is_failing and self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
     @property
@@ -108,7 +108,10 @@ class DiskSpill:
         return len(slots)
 
     def _dirty(self, group_id: int, limit: int) -> Ids:
-        """Return up to *limit* dirty host slots that have no copy on disk and are not being written."""
+        """Return up to *limit* dirty host slots that are not being written.
+
+        Slots whose block turns out to be on disk are marked clean and left out.
+        """
         pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
         on_the_way = self.copies.slots(pool)
         slots = dirty.oldest(limit + len(on_the_way))
@@ -118,7 +121,7 @@ class DiskSpill:
         return slots[~is_on_disk]
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
-        """Return the batch's work for the lane. It uses only memory and plain values, no state of this object."""
+        """Return a function that writes the batch, for a copy thread to call. It uses no state of this object."""
         disk, memory = self._disk, self._memories[batch.group_id]
         digest_of = self._index.host_blocks[batch.group_id].digest
         blobs = [

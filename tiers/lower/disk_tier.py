@@ -40,10 +40,11 @@ PAGE_KEYS = 512  # keys of the index read at a time, which takes the reader and 
 
 
 class DiskAges:
-    """Ages of the blocks that the disk evicts for room, from a sample of one block per second of writing.
+    """A histogram of the ages of blocks that the disk evicts to make room, estimated from samples.
 
-    When a sampled block is evicted, all blocks evicted since the previous sampled one count with its age. Blocks
-    written by an earlier process have no age. Owned by the tiers' thread.
+    At most one written block per second is sampled. When a sampled block is evicted, all blocks evicted since the
+    previous sampled one count with its age. Blocks written by an earlier process are not sampled. Owned by the tiers'
+    thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -96,14 +97,14 @@ class Dropped:
 
 
 class DiskTier:
-    """The disk as the tiers see it: a `BlobStore` addressed by group and name, an index of it, and its health.
+    """The disk tier: a store of blocks, an index of their names in memory, and circuit breakers.
 
-    A block's key is namespace (16 B) ‖ block name ‖ attention group's id (4 B, big endian). Only lanes' threads use the
-    store, by `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`. All other methods belong to
-    the owner and do not block, except `clear`. Reads and writes each have a circuit breaker, and are suspended while it
-    is open.
+    A block's key in the store is namespace (16 B) ‖ block name ‖ attention group's id (4 B, big endian). Copy threads
+    call `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`, which use the store and may
+    block. All other methods are for the owner's thread only, and do not block, except `clear`. Reads and writes each
+    have a circuit breaker, and are suspended while the breaker is open.
 
-    The store may open later than the tier is created, and may be reopened with other content (see `IndexLoad`). While
+    The store may be opened after the tier is created, and reopened later with other content (see `IndexLoad`). While
     the store is not open, the tier has no blocks and accepts none.
     """
 
@@ -119,9 +120,8 @@ class DiskTier:
     ) -> None:
         """Create the tier over a store that may not be open yet.
 
-        *written_bytes_per_day* limits writes, see `WriteBudget`. *opening* returns the number of the store's current
-        opening, which grows each time the store is opened, and 0 while it is not open. All threads call *opening*, so
-        it must not block.
+        *written_bytes_per_day* limits writes, see `WriteBudget`. *opening* returns 0 while the store is not open, and
+        otherwise a number that grows each time the store is opened. All threads call *opening*, so it must not block.
         """
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.clock = clock
@@ -151,10 +151,10 @@ class DiskTier:
         self._walk: Iterator[bytes] | None = None
 
     def follow_opening(self) -> None:
-        """Switch to the store's current opening: discard what was known of an earlier one and reload the index.
+        """Start over after the store was opened, reopened or closed: empty the index, so that it is loaded again.
 
-        Bytes that were recently written to the store before this opening are charged to the write budget, unless they
-        already were.
+        Bytes that were recently written to the store, for example by an earlier process, are charged to the write
+        budget, unless they have been charged already.
         """
         self.indexed_opening = self.opening()
         self.index.begin_again()
@@ -168,18 +168,19 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open and the index reflects its current opening."""
+        """Whether the store is open, and the index is not that of an earlier opening of the store."""
         return self.indexed_opening != 0 and self.indexed_opening == self.opening()
 
     def may_write(self) -> bool:
-        """Return whether it makes sense to write a batch now."""
+        """Return whether the store is open and its circuit breaker allows a write now."""
         return self.is_open and self.writing.allows()
 
     def on_written(self, written: Written) -> EvictionCause:
-        """Process the outcome of a write, and return why the store has evicted keys for it.
+        """Process the outcome of a write, and return why the store has evicted records for it.
 
-        The cause is the tenants' quotas if, according to the store's counts, all of the keys were evicted for quotas.
-        An outcome that is older than one already processed does not change the statistics and the budget.
+        The cause is QUOTA if, according to the store's counts, all of these records were evicted because of tenants'
+        quotas; otherwise it is ROOM. An outcome that is older than one already processed does not change the statistics
+        and the budget.
         """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
         cause = EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
@@ -194,7 +195,7 @@ class DiskTier:
         return cause
 
     def block_of(self, key: bytes) -> tuple[int, BlockName] | None:
-        """Return group and name of a key; None if the key belongs to another namespace."""
+        """Return group and name of the block with this key; None if the key belongs to another namespace."""
         if not key.startswith(self._namespace):
             return None
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
@@ -214,13 +215,16 @@ class DiskTier:
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read the block of each key into the memory at the same index of *blocks*, and verify it.
 
-        Returns each block's digest, or the fault because of which it could not be read.
+        Returns for each block its digest, or the fault if it could not be read.
         """
         with self._errors_of("read"):
             return self._store.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob]) -> Written:
-        """Write the blobs, of which the first will be evicted first. Raises what the store raises."""
+        """Write the blobs. The store will evict the first one first.
+
+        Raises the store's exceptions, and StoreUnavailable if the store was reopened meanwhile.
+        """
         opening = self.opening()
         with self._errors_of("write"):
             written = self._counted_with(self._store.put_many(blobs))
@@ -229,13 +233,13 @@ class DiskTier:
         return written
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes) -> Dropped:
-        """Evict records of any namespace, see `Records.evict`. Raises what the store raises."""
+        """Evict records of any namespace, see `Records.evict`. Raises the store's exceptions."""
         with self._errors_of("write"):
             evicted = self._store.evict(num_bytes, limit, tenant)
             return Dropped(self._counted_with(evicted.keys), evicted.num_bytes)
 
     def drop(self, keys: list[bytes]) -> Dropped:
-        """Delete these records, of any namespace. Raises what the store raises."""
+        """Delete the records with these keys, of any namespace. Raises the store's exceptions."""
         with self._errors_of("write"):
             before = self._store.statistics().stored_bytes
             if keys:
@@ -244,7 +248,7 @@ class DiskTier:
             return Dropped(written, max(0, before - written.statistics.stored_bytes))
 
     def read_index(self) -> list[bytes]:
-        """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""
+        """Return the next page of the store's keys, newest first; empty at the end. Raises the store's exceptions."""
         if self._walk is None:
             self._walk = self._store.keys()
         return list(islice(self._walk, PAGE_KEYS))
@@ -267,7 +271,7 @@ class DiskTier:
         return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
 
     def rewind_index(self) -> None:
-        """Make `read_index` start with the first page again."""
+        """Make the next call of `read_index` return the first page again."""
         self._walk = None
 
     def clear(self) -> bool:
@@ -285,7 +289,7 @@ class DiskTier:
         return True
 
     def statistics(self) -> TierStatistics:
-        """Return the store's counts after the last write (of all namespaces) and the faults met by this process."""
+        """Return the store's counts after the last write, for all namespaces, and the faults in this process."""
         return TierStatistics(
             num_blocks=self.latest.num_records,
             num_bytes=self.latest.stored_bytes,
@@ -296,7 +300,7 @@ class DiskTier:
         )
 
     def details(self) -> DiskStatistics:
-        """Return the statistics that only a disk has."""
+        """Return the statistics that other tiers do not have."""
         return DiskStatistics(
             file_bytes=self.latest.file_bytes,
             written_bytes_total=self.latest.written_bytes_total,
@@ -322,10 +326,7 @@ class DiskTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side ("read" or "write") for display, and let it propagate.
-
-        Any thread may set it, and no decision depends on it.
-        """
+        """Store an OSError of a *side* ("read" or "write") in `why_failed`, for display only, and let it propagate."""
         try:
             yield
         except OSError as error:
@@ -336,8 +337,8 @@ class DiskTier:
 def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionCause, int]:
     """Return the number of evicted records by cause.
 
-    Those that the store evicted are counted since it was created. *num_cleared* is the number of those that this
-    process was asked to evict.
+    Evictions for room and for quotas are counted since the store was created. *num_cleared* is the number of records
+    that this process has evicted on request.
     """
     counts = {
         EvictionCause.ROOM: store.evicted_total - store.quota_evicted_total,
@@ -358,23 +359,23 @@ class NoDisk(DiskTier):
 
 
 class DiskContent(Protocol):
-    """The index of a disk, and the bookkeeping above the disk when blocks are found on it or lost."""
+    """The bookkeeping of blocks on disk, as used by the loading of the disk's index and by reads from the disk."""
 
     @property
     def disk(self) -> DiskTier:
         """The disk tier."""
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Handle a read of the block that returned no bytes."""
+        """Record that a read of the block has failed with *fault*."""
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """Add one page of the keys that were in the store when it was opened."""
+        """Add one page of the store's keys to the index."""
 
     def report_forgotten(self) -> None:
-        """Forget some blocks that were on disk before its store was reopened."""
+        """Report as removed some of the blocks that were on disk before the store was reopened."""
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
-        """Offer all blocks of warmer tiers to the disk, because its content may have changed.
+        """Offer all blocks of host memory to the disk, because the disk may have lost its copies.
 
-        Each step offers *num_at_once* blocks.
+        Each step offers the blocks in *num_at_once* slots.
         """

@@ -1,4 +1,4 @@
-"""Host quotas: a tenant that exceeds its quota of host memory loses its oldest blocks there."""
+"""Quotas on host memory: a tenant that exceeds its quota loses its oldest blocks from host memory."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,15 +11,15 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.named_blocks import OwnerNumbers, number_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause
 
-QUOTA_PART = 1 << 12  # entries of host memory's eviction order that are scanned at a time for blocks of a tenant
+QUOTA_PART = 1 << 12  # entries of the eviction order that are searched at a time for blocks of a tenant
 MAX_SHED = 128  # maximum number of blocks evicted for a quota at a time
 
 
 class HostBlocks:
-    """Digest and tenant of each block in one attention group's host slots. Owned by the tiers' thread.
+    """The content digest and the tenant of each block that one attention group has in host memory.
 
-    They are kept in flat arrays that are allocated once, because a dict with a million entries stalls for tens of
-    milliseconds when it grows.
+    The data is in flat arrays that are allocated once, because a dict with a million entries stalls for tens of
+    milliseconds when it grows. Owned by the tiers' thread.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -28,13 +28,17 @@ class HostBlocks:
         self._tenants = np.zeros(num_slots, np.uint64)  # 0: no tenant
 
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
-        """Record the blocks that have come to these slots. *digests* are concatenated, *tenants* are numbers."""
+        """Record the digests and tenants of the blocks that are now in *slots*.
+
+        *digests* has the blocks' digests, concatenated. *tenants* has each block's tenant as a number (see
+        `number_of`).
+        """
         self._known[slots] = True
         self._digests[slots] = np.frombuffer(digests, f"V{DIGEST_BYTES}")
         self._tenants[slots] = tenants
 
     def digest(self, slot: int) -> bytes:
-        """Return the digest of the bytes in the slot, as recorded when they arrived."""
+        """Return the digest that was recorded when the block arrived in the slot."""
         return bytes(self._digests[slot])
 
     def digests(self, slots: Ids) -> bytes:
@@ -50,26 +54,27 @@ class HostBlocks:
         return self._tenants[slots]
 
     def of_tenant(self, slots: Ids, tenant: bytes) -> npt.NDArray[np.bool_]:
-        """Return for each of the slots whether it has a block of the tenant."""
+        """Return for each slot whether it holds a block of *tenant*."""
         own: npt.NDArray[np.bool_] = self._known[slots]
         own &= self._tenants[slots] == np.uint64(number_of(tenant))
         return own
 
     def forget(self, slots: Ids) -> Ids:
-        """Forget the blocks in these slots, and return the slots that had one."""
+        """Forget the blocks in *slots*, and return those of the slots that held a block."""
         known = slots[self._known[slots]]
         self._known[known] = False
         return known
 
     def slots(self) -> Ids:
-        """Return all slots that have a block."""
+        """Return all slots that hold a block."""
         return np.flatnonzero(self._known)
 
 
 class HostQuotas:
-    """Counts the bytes of host memory of each tenant with a quota, and evicts the blocks that exceed the quota.
+    """Limits on the host memory that each tenant may use.
 
-    The bytes of a tenant without a quota are neither limited nor counted. Owned by the tiers' thread.
+    The blocks that exceed a tenant's quota are evicted. A tenant without a quota is neither limited nor counted. Owned
+    by the tiers' thread.
     """
 
     def __init__(
@@ -79,15 +84,15 @@ class HostQuotas:
         host_blocks: Sequence[HostBlocks],
         block_bytes: Sequence[int],
     ) -> None:
-        """Create quotas in bytes, by tenant; the other arguments are by group."""
-        self.has_any = bool(quotas)  # if not, callers skip the calls of this object
+        """Create the limits. *quotas* has the bytes of each tenant; the other arguments are by attention group."""
+        self.has_any = bool(quotas)  # if False, callers need not call this object
         self._quotas = quotas
         self._host = host
         self._host_blocks = host_blocks
         self._block_bytes = block_bytes
         self._num_bytes = dict.fromkeys(quotas, 0)
-        # Group and tenant, if the tenant is still over its quota, with the entry of the group's eviction order from
-        # which the scan for its blocks continues.
+        # By group and tenant, if the tenant is still over its quota: the entry of the group's eviction order from which
+        # the search for the tenant's blocks continues.
         self._over: dict[tuple[int, bytes], int] = {}
 
     @property
@@ -101,30 +106,31 @@ class HostQuotas:
         return 0 if quota is None else max(0, self._num_bytes[tenant] - quota)
 
     def add(self, group_id: int, owners: OwnerNumbers) -> None:
-        """Count blocks of the group that have come to host memory; *owners* has the tenant of each."""
+        """Count blocks of the group that arrived in host memory. *owners* has each block's tenant as a number."""
         self._count(owners, self._block_bytes[group_id])
 
     def remove(self, group_id: int, owners: OwnerNumbers) -> None:
-        """Stop counting blocks of the group that have left host memory; *owners* has the tenant of each."""
+        """Stop counting blocks of the group that left host memory. *owners* has each block's tenant as a number."""
         self._count(owners, -self._block_bytes[group_id])
 
     def enforce(self, group_id: int, tenant: bytes) -> None:
-        """If the tenant is over its quota, evict its oldest blocks of the group from host memory, tails first.
+        """Evict the tenant's oldest blocks of this group from host memory if the tenant exceeds its quota.
 
-        Scans a part of host memory's eviction order; `go_on` scans the rest.
+        One call searches only a part of host memory's eviction order for blocks of the tenant. `go_on` searches the
+        rest.
         """
         if self.excess(tenant):
             self._shed(group_id, tenant, self._over.pop((group_id, tenant), 0))
 
     def go_on(self) -> None:
-        """Scan the next part of host memory's eviction order for one of the tenants that are still over their quota."""
+        """Continue to evict for one tenant that still exceeds its quota, in the next part of the eviction order."""
         if self._over:
             (group_id, tenant), start = next(iter(self._over.items()))
             del self._over[group_id, tenant]
             self._shed(group_id, tenant, start)
 
     def check(self) -> None:
-        """Raise AssertionError if a tenant's bytes are not those of its blocks."""
+        """Raise AssertionError if the bytes counted for a tenant differ from the bytes of its blocks."""
         num_bytes = dict.fromkeys(self._num_bytes, 0)
         for blocks, block_bytes in zip(self._host_blocks, self._block_bytes, strict=True):
             for slot in blocks.slots().tolist():
@@ -139,7 +145,7 @@ class HostQuotas:
                 self._num_bytes[tenant] += count * num_bytes
 
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
-        """Evict the tenant's excess blocks among those in one part of the eviction order, from entry *start* on."""
+        """Search one part of the eviction order, from entry *start* on, and evict the tenant's excess blocks in it."""
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
         slots, end = host.pool.order.part(start, QUOTA_PART)

@@ -1,4 +1,4 @@
-"""The loading of the disk's index, page by page, when the store opens."""
+"""IndexLoad: loads the index of the disk's blocks, page by page, when the disk's store opens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ class _Page:
     """A page of the index that is being read."""
 
     attempt: Attempt
-    opening: int
+    opening: int  # number of the store's opening whose index is read
     submitted_at: float
 
 
 class IndexLoad:
-    """Loads the disk's index each time the store opens.
+    """The loader of the index of the disk's blocks. It loads the index each time the disk's store opens.
 
-    A store may open late, and may be reopened with other content. On each opening the loader discards what was known of
-    the disk and reads all pages, one at a time. It starts over if a page fails or hangs. Then all blocks in host memory
-    are offered to the disk again, because it may have lost its copies. Owned by the tiers' thread.
+    The store may open late, and may be reopened with other content. On each opening, the old index is discarded and all
+    pages of the new one are read, one at a time. If a page fails or hangs, loading starts over. In the end all blocks
+    in host memory are offered to the disk again, because the disk may have lost its copies of them. Owned by the tiers'
+    thread.
     """
 
     def __init__(self, index: DiskContent, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -39,7 +40,7 @@ class IndexLoad:
         self._forsaken: Iterator[None] = iter(())  # each step offers some of the host blocks to the disk again
 
     def go_on(self) -> None:
-        """Start to load the index if the store has been opened, and read the next page unless one is being read."""
+        """Start to load the index if the store has been opened, and read the next page unless a read is in flight."""
         if self._disk.indexed_opening != self._disk.opening():
             self._disk.follow_opening()
             self._forsaken = iter(())
@@ -70,7 +71,7 @@ class IndexLoad:
             self._disk.reading.withdraw(attempt)
 
     def _withdraw(self) -> None:
-        """Ignore the outcome of the page being read, and start again from the first page."""
+        """Ignore the outcome of the read in flight, and start again from the first page."""
         if self._reading is not None:
             self._disk.reading.withdraw(self._reading.attempt)
             self._disk.rewind_index()

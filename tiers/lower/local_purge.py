@@ -1,4 +1,4 @@
-"""A purge of host memory and disk in this process."""
+"""LocalPurge: evicts blocks from the host memory and the disk of this process, at an operator's request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,13 +11,14 @@ from kvtier.tiers.naming.tier import Tier
 class LocalPurge:
     """A purge of host memory and then of the disk; implements `Purge`.
 
-    A block that is written to disk while host memory is purged is found when the disk is purged.
+    Host memory comes first. If one of its blocks is written to disk meanwhile, the purge of the disk finds that copy.
     """
 
     def __init__(self, host: Sequence[SlotPurge], block_bytes: Sequence[int], disk: DiskPurge | None) -> None:
-        """Create a purge of host memory (empty *host*: not purged) and of the disk (*disk* is None: not purged).
+        """Create a purge that has evicted nothing yet.
 
-        *host* and *block_bytes* are by attention group.
+        *host* and *block_bytes* are by attention group. If *host* is empty, host memory is not purged. If *disk* is
+        None, the disk is not purged.
         """
         self._host = host
         self._block_bytes = block_bytes
@@ -47,16 +48,17 @@ class LocalPurge:
 
 
 def purged(groups: Sequence[SlotPurge], block_bytes: Sequence[int]) -> Purged:
-    """Return what was evicted from the slots of all groups. *groups* and *block_bytes* are by attention group."""
+    """Return the outcome of purging the slots of all groups. *groups* and *block_bytes* are by attention group."""
     num_blocks = [each.num_evicted for each in groups]
     num_bytes = sum(num * size for num, size in zip(num_blocks, block_bytes, strict=True))
     return Purged(sum(num_blocks), num_bytes, sum(each.num_leased() for each in groups))
 
 
 def limit_per_group(max_bytes: int | None, max_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
-    """Return how many blocks of each group to evict, given a tier's limit of bytes or of blocks; None: no limit.
+    """Return the maximum number of blocks to evict from each attention group; None if there is no limit.
 
-    The number is rounded up. *block_bytes* is by attention group.
+    *max_bytes* or *max_blocks* is the limit of the whole tier. Every group gets the same number of blocks, rounded up.
+    *block_bytes* is the size of a block, by group.
     """
     if max_bytes is not None:
         return -(-max_bytes // sum(block_bytes))

@@ -1,4 +1,4 @@
-"""Host memory and an optional disk and remote tier, in this process: the main implementation of `LowerTiers`."""
+"""LocalTiers: the main implementation of `LowerTiers`, with host memory and optionally a disk and a remote tier."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,13 +49,13 @@ from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
-MIN_CLEAN_AHEAD = 32  # minimum number of host blocks next to be evicted that should be clean (on disk, if there is one)
+MIN_CLEAN_AHEAD = 32  # of the host blocks to be evicted next, at least this many should be clean (on disk)
 
 
 class LocalFetch:
-    """Leases on blocks of one attention group in host memory; implements `Fetch`.
+    """A request for blocks of one attention group, with leases on them in host memory; implements `Fetch`.
 
-    `read` starts reads of the blocks that are not in host memory, which are leased when they have been read. Owned by
+    `read` starts to read the blocks that are not in host memory. Each of them is leased when it has been read. Owned by
     the tiers' thread.
     """
 
@@ -85,8 +85,8 @@ class LocalFetch:
         self._cold_reads = cold_reads
         self._on_come = on_come
         self._on_ended = on_ended
-        self._reads: dict[int, BlockRead] = {}  # reads in flight, by the block's place (index) in the fetch
-        self._were_read: dict[int, BlockRead] = {}  # blocks that were read and leased, by place
+        self._reads: dict[int, BlockRead] = {}  # queued reads and reads in flight, by the block's index in the fetch
+        self._were_read: dict[int, BlockRead] = {}  # blocks that were read and leased, by index
         there = slots[slots != ABSENT]
         self.num_leased = len(there)
         self._pool.lease(there)
@@ -97,7 +97,7 @@ class LocalFetch:
         return bool(self._reads)
 
     def read(self, now: bool) -> None:
-        """Start reads of the blocks that are not leased. If *now*, they are queued ahead of all prefetches."""
+        """Start to read the blocks that are not leased. If *now*, the reads are queued ahead of all prefetches."""
         places = np.flatnonzero(self.slots == ABSENT)
         self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
         if len(self._reads) < len(places):
@@ -118,7 +118,7 @@ class LocalFetch:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
-        """Record that the block at *place* will never be leased."""
+        """Record why the block with index *place* will not be leased."""
         self.failures[place] = reason
         self._on_come(self, place, reason)
 
@@ -135,18 +135,18 @@ class LocalFetch:
         return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
 
     def tier(self, place: int) -> Tier:
-        """Return the tier that a leased block came from."""
+        """Return the tier from which the leased block with index *place* came."""
         was_read = self._were_read.get(place)
         return Tier.HOST if was_read is None else was_read.tier
 
     def digests(self, places: Ids) -> bytes:
-        """Return the concatenated digests of the leased blocks at *places*."""
+        """Return the concatenated digests of the leased blocks with the indices *places*."""
         if self._were_read:
             return b"".join(map(self.digest, places.tolist()))
         return self._index.host_blocks[self.group_id].digests(self.slots[places].astype(np.intp))
 
     def owners(self, places: Ids) -> OwnerNumbers:
-        """Return the tenants of the leased blocks at *places*."""
+        """Return the tenants, as numbers, of the leased blocks with the indices *places*."""
         if self._were_read:
             return np.array([number_of(self.tenant(place)) for place in places.tolist()], np.uint64)
         return self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
@@ -174,14 +174,14 @@ class LocalFetch:
 
 
 class Fetches:
-    """The fetches that have not ended: they hold a lease or wait for a read. Owned by the tiers' thread."""
+    """The fetches of `LocalTiers` that hold a lease or wait for a read. Owned by the tiers' thread."""
 
     def __init__(self, index: LowerIndex, cold_reads: ColdReads) -> None:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
         self.reading: set[LocalFetch] = set()  # fetches that wait for reads with priority NOW
-        # Blocks that were read or failed, to be reported by `deliver`: the fetch, the place in it, and the failure.
+        # Blocks that were read or failed, to be reported by `deliver`: the fetch, the block's index in it, the failure.
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
 
     def __iter__(self) -> Iterator[LocalFetch]:
@@ -195,7 +195,7 @@ class Fetches:
         found: Places | None = None,
         priority: ReadPriority = ReadPriority.NOW,
     ) -> LocalFetch:
-        """Lease the blocks in host memory and queue reads of the rest, see `LowerTiers.fetch`."""
+        """Lease the blocks that are in host memory and queue reads of the rest; see `LowerTiers.fetch`."""
         slots = self._index.host[group_id].pool.find_all(blocks.names) if found is None else found
         fetch = LocalFetch(
             group_id, blocks, slots, self._index, self._cold_reads, on_fetched, self._on_come, self._on_ended
@@ -211,7 +211,7 @@ class Fetches:
         return fetch
 
     def deliver(self) -> None:
-        """Invoke the callers' callbacks for each block that was read or failed since the last call."""
+        """Call `on_fetched` for each block that was read, or whose read failed, since the last call."""
         news, self._news = self._news, []
         for fetch, place, failure in news:
             if failure is not None or fetch.slots[place] != ABSENT:  # otherwise its caller has already released it
@@ -227,7 +227,7 @@ class Fetches:
         return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
 
     def check(self) -> None:
-        """Raise AssertionError if a fetch is kept that leases nothing and waits for nothing."""
+        """Raise AssertionError if a fetch that leases nothing and waits for nothing has not been removed."""
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
         assert self.reading <= self._fetches, "a fetch that is over waits for something"
 
@@ -258,7 +258,10 @@ class LocalStatus:
         fetches: Fetches,
         reserved: Sequence[int],
     ) -> None:
-        """Report on these parts. *reserved* is the current number of reserved slots, by group."""
+        """Create the status of these parts of `LocalTiers`.
+
+        *reserved* is the current number of reserved slots, by attention group. `LocalTiers` keeps it up to date.
+        """
         self.num_slots = num_slots
         self._index = index
         self._block_bytes = block_bytes
@@ -339,7 +342,7 @@ class LocalStatus:
 
 
 class LocalHints(LowerHints):
-    """The hints that `LocalTiers` follows."""
+    """Optional requests to `LocalTiers`, for example to copy blocks to disk. `LocalTiers` follows all of them."""
 
     def __init__(
         self,
@@ -350,10 +353,10 @@ class LocalHints(LowerHints):
         windows: Sequence[CleanAhead],
         unmet: list[int],
     ) -> None:
-        """Act on these parts of `LocalTiers`.
+        """Create hints that act on these parts of `LocalTiers`.
 
-        *windows*, by group, say how many of the host blocks next to be evicted should be clean (on disk). *unmet*
-        counts, by group, the slots that `LocalTiers.reserve` could not provide since the last spill.
+        *windows* says for each attention group how many of the host blocks to be evicted next should be clean (on
+        disk). *unmet* counts for each group the slots that `LocalTiers.reserve` could not provide since the last spill.
         """
         self._index = index
         self._disk_spill = disk_spill
@@ -387,7 +390,7 @@ class LocalHints(LowerHints):
         self._unmet[:] = [0 for _ in self._unmet]
 
     def _is_roomy(self) -> bool:
-        """Return whether each group has enough blank or clean host slots: its window plus the unmet ones."""
+        """Return whether each group has enough blank or clean host slots for its window and its unmet requests."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self._index.host, self._windows, self._unmet, strict=True)
@@ -406,7 +409,7 @@ def lower_tiers(
     events: EventLog | None = None,
     spills: SpillLog | None = None,
 ) -> LowerTiers:
-    """Return the tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
+    """Create the tiers below the device: `LocalTiers` if there is host memory, otherwise `NoTiers`.
 
     Raises:
         ValueError: If there is a disk or remote tier but no host memory to read its blocks into.
@@ -416,16 +419,15 @@ def lower_tiers(
             groups, memories, transfers, disk, clock, remote=remote, quotas=quotas, events=events, spills=spills
         )
     for tier in [Tier.DISK] * (disk is not None) + [Tier.REMOTE] * (remote is not None):
-        raise ValueError(
-            f"{tier} tier: needs a host tier to read into; give the host some capacity or leave out the {tier}"
-        )
+        raise ValueError(f"{tier} tier: needs a host tier to read into; set a host capacity or remove the {tier} tier")
     return NoTiers(len(groups))
 
 
 class LocalTiers:
     """The tiers below the device in this process; implements `LowerTiers`.
 
-    Copies between host memory and the colder tiers use *transfers*, which the owner of the tiers' thread polls.
+    Copies between host memory and the colder tiers run in *transfers*. `poll` does not poll *transfers*, so the owner
+    of the tiers' thread must do that.
     """
 
     def __init__(
@@ -441,10 +443,11 @@ class LocalTiers:
         events: EventLog | None = None,
         spills: SpillLog | None = None,
     ) -> None:
-        """Create empty host memory over an optional disk and remote tier.
+        """Create tiers with empty host memory.
 
-        *memories* hold the host slots, by group. *quotas* limit the bytes of host memory, by tenant. *events* logs
-        blocks stored in and removed from host memory and disk, *spills* each batch that was to be written to disk.
+        *memories* holds the host slots of each attention group. *quotas* limits the bytes of host memory of each
+        tenant. *events* logs the blocks that are stored in or removed from host memory and disk. *spills* logs each
+        batch of blocks that was to be written to disk.
         """
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
@@ -495,7 +498,7 @@ class LocalTiers:
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether `poll` still has to report blocks that have left the disk."""
+        """Whether later polls still have to report blocks that were removed from the disk."""
         return self.index.disk.index.is_forgetting
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
@@ -510,11 +513,11 @@ class LocalTiers:
         return slots
 
     def withdraw(self, group_id: int, slots: Ids) -> bool:
-        """Lease exactly these host slots, as `reserve` does, and evict the blocks in them.
+        """Evict the blocks in exactly these host slots, and lease the slots to the caller as `reserve` does.
 
         Returns:
-            Whether it was possible. If not, nothing has changed. It is impossible if any of the slots is leased. It is
-            also impossible if any of the blocks must still be copied to disk, unless the disk is failing.
+            Whether the slots are leased now; if not, nothing has changed. This fails if any of the slots is leased
+            already. It also fails if any of the blocks must still be copied to disk, unless the disk is failing.
         """
         host = self.index.host[group_id]
         is_needed = bool(host.pool.num_leased(slots)) or (
@@ -556,7 +559,7 @@ class LocalTiers:
         disk = self.index.disk
         assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
         keys = [disk.key(group_id, name) for name in compress(names, were_read)]
-        if keys:  # dropped if the lane to the disk is full
+        if keys:  # if the lane to the disk is full, the disk does not learn of this use
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -584,8 +587,8 @@ class LocalTiers:
     def forget_all(self) -> None:
         """Evict every block, including leased ones and those being written to disk; delete disk records later.
 
-        Unlike `clear`, this does not wait and does not end fetches, so blocks that are being read still come to host
-        memory. Later polls report the blocks that have left the disk (see `is_forgetting`).
+        Unlike `clear`, this method neither waits nor ends fetches. So blocks that are being read still arrive in host
+        memory. Later polls report the blocks that were removed from the disk (see `is_forgetting`).
         """
         self.index.report_disk_lost()
         self.index.disk.index.empty()
@@ -613,9 +616,9 @@ class LocalTiers:
         return LocalPurge(host, self._block_bytes, disk)
 
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
-        """Record that the store has dropped the records of these keys, not because these tiers wrote to it.
+        """Record that the store has deleted the records of *keys*, but not to make room for a write of these tiers.
 
-        *cause* is the reason, for example an operator's request or a write by other tiers that share the store.
+        *cause* says why, for example an operator's request, or a write by other tiers that share the store.
         """
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:
@@ -641,17 +644,17 @@ class LocalTiers:
             host.ages.look(host.num_evicted, now)
 
     def time_out_reads(self, timeout_s: float) -> None:
-        """Give up all reads, as `Fetch.time_out` does, if one has been in flight for *timeout_s*.
+        """Give up all reads of a tier, as `Fetch.time_out` does, if one of them has been in flight for *timeout_s*.
 
-        Use this instead of `Fetch.time_out` if fetches have deadlines that may pass while their reads are only queued.
-        The disk is then slow, but does not hang.
+        Call this instead of `Fetch.time_out` if a fetch's deadline may pass while its reads are still queued. In that
+        case the tier may only be slow, and must not be treated as hung.
         """
         self._cold_reads.time_out_late(timeout_s)
 
     def _publish_row(
         self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers
     ) -> Ids:
-        """Publish the consecutive blocks of one row, and return the slots of those that no other slot holds."""
+        """Publish the blocks of one row, and return the slots whose blocks no other slot holds."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
         taken = self.index.add_chain_to_host(

@@ -27,10 +27,10 @@ from kvtier.transfer.transfer_engine import Route
 
 
 class LowerIndex:
-    """Which block is in which host slot and which is on disk, and the bookkeeping when a block arrives or leaves.
+    """The index of the blocks in host memory and on disk. It also does the bookkeeping when blocks arrive or leave.
 
-    The index starts no copies and holds no bytes. `pop_lost` reports the blocks that neither tier has any more,
-    because the device may hold their last copy. Owned by the tiers' thread.
+    The index starts no copies and holds no bytes. `pop_lost` reports the blocks that neither tier has any more, because
+    the device may then hold the last copy. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class LowerIndex:
     ) -> None:
         """Create an empty index.
 
-        *num_slots* of host memory and *block_bytes* are by attention group. *quotas* limit the bytes of host memory, by
-        tenant.
+        *num_slots* (of host memory) and *block_bytes* are by attention group. *quotas* limits the bytes of host memory
+        of each tenant.
         """
         self.host = [  # [group]
             GroupSlots(num, disk.is_there, partial(self._on_left_host, group_id))
@@ -62,14 +62,14 @@ class LowerIndex:
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
         self.epoch = 0  # see `LowerStatus.epoch`
         self._block_sizes = [group.block_size for group in groups]
-        self.forgets = [group.forgets for group in groups]  # by group, whether it reads only recent blocks
+        self.forgets = [group.forgets for group in groups]  # by group, whether its attention reads only recent blocks
         self._block_bytes = block_bytes
         self._events = events
         self.spills = spills
         self._lost: list[Lost] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return where the blocks are, see `LowerTiers.find`."""
+        """Return where the blocks are; see `LowerTiers.find`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent) and self.disk.is_there:
@@ -80,7 +80,7 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return the places of the blocks before the first one that is NOWHERE, see `LowerTiers.find_run`."""
+        """Return where the leading blocks are, up to the first one that no tier has; see `LowerTiers.find_run`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -92,7 +92,7 @@ class LowerIndex:
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
     def are_remote(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """Return for each block whether the remote tier is believed to have it and the disk is not known to.
+        """Return for each block whether only the remote tier has it, as far as is known.
 
         None of the blocks may be in host memory.
         """
@@ -105,7 +105,7 @@ class LowerIndex:
         return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return the blocks that since the last call have become absent from both host memory and disk."""
+        """Return the blocks that have disappeared from both host memory and disk since the last call."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []
@@ -114,11 +114,12 @@ class LowerIndex:
     def add_chain_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
-        """Make blocks that arrived in leased host slots findable; return the indices of those that another slot holds.
+        """Add blocks that were copied into leased host slots to the index, and return the indices of the duplicates.
 
-        The blocks are consecutive in one chain. Their names are those in *names* from *start* on. *start* is 1 if
-        *names* begins with the name of the block before them, otherwise 0. *digests* are concatenated, and *tenants*
-        are given as numbers.
+        A duplicate is a block that another host slot already holds; it is not added. The blocks are consecutive blocks
+        of one prompt, and `names[start:]` are their names. *start* is 1 if *names* begins with the name of the block
+        before them, otherwise 0. *digests* has their digests, concatenated. *tenants* has each block's tenant as a
+        number.
         """
         taken = self.host[group_id].pool.commit(slots, names, start)
         names = names[start:]
@@ -143,7 +144,7 @@ class LowerIndex:
         digests: Sequence[bytes],
         origin: Sequence[Origin],
     ) -> list[int]:
-        """Add blocks of any chains as `add_chain_to_host` does; return the slots of those that no other slot holds."""
+        """Add blocks of any prompts as `add_chain_to_host` does; return the slots of those that are not duplicates."""
         new: list[int] = []
         start = 0
         for end in range(1, len(slots) + 1):
@@ -163,17 +164,18 @@ class LowerIndex:
         return new
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
-        """Return the parent (the block that it continues) and the tenant of the block in a host slot.
+        """Return the tenant and the parent of the block in a host slot. The parent is the block that it continues.
 
-        In a group that forgets, the parent is None, because the block is usable without it.
+        If the group's attention reads only recent blocks, the parent is None, because the block is usable without it.
         """
         parent = None if self.forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
-        """Mark those blocks in these host slots dirty (to be written to disk) that are not on disk and are admitted.
+        """Mark blocks in these host slots dirty (to be written to disk), if the disk lacks them and should have them.
 
-        `Admission` decides. Call this when blocks arrive from the device and when they are used, tails first.
+        `Admission` decides which blocks the disk should have. Call this when blocks arrive from the device and when
+        they are used, with the last block of a prefix first.
         """
         if not self.disk.is_there:
             return
@@ -201,8 +203,8 @@ class LowerIndex:
     ) -> None:
         """Record that the blocks *names* were written to disk, and that the store evicted the keys *evicted*.
 
-        An evicted block that is in host memory is not written again. Otherwise, with a disk smaller than host memory,
-        writing would never end.
+        An evicted block that is still in host memory is not written to disk again. Otherwise, a disk smaller than host
+        memory would be written to forever.
         """
         if names:
             self.disk.index.add(group_id, names)
@@ -220,16 +222,21 @@ class LowerIndex:
                 self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
-        """Remove a block from the disk's index, because the store has no valid record of it for *cause*.
+        """Remove a block from the disk's index, because the store has no valid record of the block.
 
-        If the block is in host memory, it becomes dirty, so that it is written again. Otherwise it is lost.
+        *cause* is the reason. If the block is in host memory, it becomes dirty, so that it is written again. Otherwise
+        it is reported as lost.
         """
         if self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
         self._record_lost_on_disk(group_id, name, cause)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Count a read that returned no bytes. After an I/O error the record stays indexed, since it may be intact."""
+        """Handle a read from disk that failed with *fault*.
+
+        The block is removed from the disk's index. Only after an I/O error it stays there, because its record may be
+        intact.
+        """
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
             self._record_lost_on_disk(group_id, name, _cause_of(fault))
@@ -237,15 +244,15 @@ class LowerIndex:
             self.remove_from_disk_index(group_id, name, _cause_of(fault))
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """Add one page of the keys that were in the store when it was opened."""
+        """Add one page of the keys that were in the store when it was opened to the disk's index."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if self._events is not None and group_id < len(self._block_sizes):
                 self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
     def report_forgotten(self) -> None:
-        """Forget some of the blocks that were on disk before its store was reopened, and emit events of their removal.
+        """Discard a part of the old index, from before the disk's store was reopened or emptied.
 
-        No event is emitted for blocks that are known to be on disk now.
+        For each block in this part that the new index does not have, a removal event is emitted.
         """
         group_id, names = self.disk.index.pop_forgotten() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
@@ -254,9 +261,10 @@ class LowerIndex:
             self._tell(BlockRemoved(Tier.DISK, group_id, gone, EvictionCause.CLEARED))
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
-        """Offer all blocks of host memory to the disk, *num_at_once* slots per step, and begin a new `epoch`.
+        """Offer all blocks of host memory to the disk, *num_at_once* slots per step; see `offer_to_disk`.
 
-        Call this when the disk's index has been loaded, because its content may have changed.
+        Call this when the disk's index has been loaded, because the disk's content may have changed. Begins a new
+        `epoch`.
         """
         self.epoch += 1
         for group_id, pool in enumerate([host.pool for host in self.host]):
@@ -266,9 +274,9 @@ class LowerIndex:
                 yield
 
     def report_disk_lost(self) -> None:
-        """Report the blocks that are only on disk as lost, because a caller is about to empty the disk.
+        """Report blocks that are only on disk as lost. Call this before the disk is emptied.
 
-        At most `NUM_GHOSTS` blocks are reported, because no more are remembered.
+        At most `NUM_GHOSTS` blocks are reported, because the caller of `pop_lost` remembers no more.
         """
         num_left = NUM_GHOSTS
         for group_id, host in enumerate(self.host):
@@ -282,7 +290,7 @@ class LowerIndex:
                     return
 
     def clear(self) -> None:
-        """Evict every block of host memory after the disk was cleared, and report all of these blocks as lost.
+        """Evict every block of host memory, and report each as lost. Call this after the disk was cleared.
 
         Emits no events. No block may be leased.
         """
@@ -293,7 +301,7 @@ class LowerIndex:
                 self._lost.append(Lost(group_id, names, Tier.HOST, EvictionCause.CLEARED))
 
     def check(self) -> None:
-        """Raise AssertionError if the indexes disagree."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         for host, blocks in zip(self.host, self.host_blocks, strict=True):
             host.check()
             named = [slot for slot in range(host.pool.num_slots) if host.pool.name(slot) is not None]
@@ -323,7 +331,7 @@ class LowerIndex:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
 
     def _on_dropped(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Count blocks that left host memory before they were written to disk."""
+        """Count blocks that were evicted from host memory before they were written to disk."""
         self.host[group_id].dropped_spills += len(names)
         if self.spills is not None and names:
             self.spills.on_dropped(Route.HOST_TO_DISK, names, cause)
@@ -354,7 +362,10 @@ class LowerIndex:
 
 
 def _cause_of(fault: Fault) -> EvictionCause:
-    """Return why a block whose read failed is lost. A missing record was evicted without this process's knowledge."""
+    """Return the eviction cause to report for a block whose read from disk failed with *fault*.
+
+    A missing record counts as evicted to make room, because the store evicted it without telling this process.
+    """
     match fault:
         case Fault.MISSING:
             return EvictionCause.ROOM
@@ -365,6 +376,6 @@ def _cause_of(fault: Fault) -> EvictionCause:
 
 
 def _run(places: Places) -> Places:
-    """Return the places before the first that is NOWHERE."""
+    """Return *places* up to the first one that is NOWHERE."""
     is_nowhere = places == NOWHERE
     return places[: int(is_nowhere.argmax())] if is_nowhere.any() else places

@@ -1,4 +1,4 @@
-"""The contract between a device pool and the tiers below it (host memory, disk, remote), with its values."""
+"""LowerTiers: the interface of the tiers below the device (host memory, disk, remote), with its types."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,25 +23,25 @@ NOWHERE = ABSENT  # -1
 ON_DISK = -2
 ON_REMOTE = -3
 Places = npt.NDArray[np.int32]
-"""The place of each of some blocks: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE."""
+"""Where each block of a list is: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE (in no tier)."""
 
 
 class Inquiry(Protocol):
-    """A lookup in a tier that does not answer at once, for example the remote tier. It is in flight or answered."""
+    """A lookup in a tier that cannot answer at once, for example the remote tier."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `LowerTiers.find` knows the answer by now, or the answer would come too late for the request."""
+        """Whether there is nothing to wait for: `LowerTiers.find` knows the answer, or it would come too late."""
 
 
 class Answered:
-    """The inquiry of tiers that answer at once; implements `Inquiry`."""
+    """An inquiry that is done from the start, because no tier has to be asked; implements `Inquiry`."""
 
     is_done = True
 
 
 class AllOf:
-    """Several inquiries as one; implements `Inquiry`."""
+    """An inquiry that is done when all of several inquiries are done; implements `Inquiry`."""
 
     def __init__(self, inquiries: Sequence[Inquiry]) -> None:
         self._inquiries = inquiries
@@ -55,28 +55,30 @@ NOTHING_TO_ASK = Answered()
 
 
 def names_at(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Return the names at these distinct *places*."""
+    """Return the names at the indices *places*, which are distinct and ascending."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]
 
 
 def are_kept(places: Places) -> npt.NDArray[np.bool_]:
-    """Return for each place whether it is one that counts as a copy below: in host memory or on disk.
+    """Return for each place whether it is in host memory or on disk, so that the device's copy is not the last one.
 
-    A block that only a remote store has does not count, because other machines may evict it. A copy on the device is
-    then the last one that is certain.
+    A block that only a remote store has does not count, because other machines may evict it.
     """
     kept: npt.NDArray[np.bool_] = (places >= 0) | (places == ON_DISK)
     return kept
 
 
 def are_cold(places: Places) -> npt.NDArray[np.bool_]:
-    """Return for each place whether the block must be read before it is in host memory."""
+    """Return for each place whether it is on disk or remote, so that the block must be read into host memory first."""
     cold: npt.NDArray[np.bool_] = (places == ON_DISK) | (places == ON_REMOTE)
     return cold
 
 
 class Lost(NamedTuple):
-    """Blocks of one group that no tier below has any more; *tier* was the last one, and evicted them for *cause*."""
+    """Blocks of one attention group that no tier below the device has any more.
+
+    *tier* was the last tier that had them, and *cause* is why it evicted them.
+    """
 
     group_id: int
     names: Sequence[BlockName]
@@ -85,62 +87,66 @@ class Lost(NamedTuple):
 
 
 class Fetch(Protocol):
-    """Leases on blocks of one attention group in host memory.
+    """A request for blocks of one attention group, with leases on them in host memory.
 
-    The lease of a block begins when the block is in host memory, and ends with `release`. The caller of
-    `LowerTiers.fetch` owns the leases. It releases each block that has come, and each that it no longer waits for; a
-    fetch that is never released keeps its slots forever. The caller compares the bytes that it copies out of a slot
-    with the block's digest, because these tiers do not guarantee the bytes.
+    A leased block stays in its host slot. The lease begins when the block is in host memory, and ends with `release`.
+    The caller of `LowerTiers.fetch` must release every block, including those that it no longer waits for. Otherwise
+    their slots are never free again. The tiers do not guarantee a block's bytes, so the caller must compare the bytes
+    that it copies out of a slot with the block's digest.
     """
 
     @property
     def group_id(self) -> int:
-        """Group of the blocks."""
+        """Attention group of the blocks."""
 
     @property
     def slots(self) -> Places:
-        """Host slot leased for each block; ABSENT before the block has come and after it was released."""
+        """Host slot leased for each block; ABSENT until the block is in host memory, and after its release."""
 
     @property
     def failures(self) -> Mapping[int, Reason]:
-        """Reasons why blocks will never come, by place in the fetch."""
+        """Reasons why blocks could not be fetched, by the block's index in the fetch."""
 
     def digest(self, place: int) -> bytes:
-        """Return the digest of a leased block, computed when its bytes came to host memory or were written to disk."""
+        """Return the digest of the leased block with index *place*.
+
+        It was computed when the block's bytes came to host memory or were written to disk.
+        """
 
     def tenant(self, place: int) -> bytes:
-        """Return the tenant of a leased block."""
+        """Return the tenant of the leased block with index *place*."""
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """End the leases on these blocks; *places* has the tail of a prefix first, so that the tail is evicted first.
+        """End the leases on the blocks with the indices *places*.
 
-        For a block that has not come yet, `on_fetched` is not called any more. Its read is canceled, unless the read
-        has begun or another fetch wants the block. Releasing a block twice has no effect.
+        Release the last blocks of a prefix first, so that they are evicted first. If a block is not in host memory yet,
+        `on_fetched` is not called for it any more. Its read is canceled, unless the read has begun or another fetch
+        wants the block. Releasing a block twice has no effect.
         """
 
     def time_out(self) -> None:
-        """Give up the reads that this fetch waits for, and count them as hung.
+        """Give up the reads that this fetch waits for, and treat them as hung.
 
-        The disk is then not used for a while, and other fetches fail too, because otherwise every later request would
-        wait just as long. Has no effect if the fetch waits for no block.
+        The tier that they read from is then suspended for a while, and other fetches from it fail too. Otherwise every
+        later request would wait just as long. Has no effect if the fetch waits for no block.
         """
 
 
 OnFetched = Callable[[Fetch, int, Reason | None], None]
-"""Callback `on_fetched(fetch, place, failure)`: a block is leased now (*failure* is None), or will never come.
+"""Callback `on_fetched(fetch, place, failure)`: the block with index *place* is leased, or *failure* is why not.
 
-Called inside `LowerTiers.poll`, once for each block that was not leased when `fetch` returned, unless it was released.
+Called inside `LowerTiers.poll`, once for each block that was not leased when `fetch` returned, except released blocks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SpillProgress:
-    """How many blocks `LowerHints.spill` has copied to its target, and how many are left.
+    """The progress of `LowerHints.spill`: blocks already copied to its target, and blocks still to be copied.
 
     The target is a tier that outlives this process: the disk, or the host memory of a sidecar.
     """
 
-    has_target: bool = False  # whether there is such a tier
+    has_target: bool = False  # whether there is a target
     is_possible: bool = False  # whether the target accepts blocks: it is open, and writing is not suspended
     num_left: int = 0  # blocks of host memory still to be copied
     num_done: int = 0  # blocks copied since the start
@@ -160,46 +166,49 @@ class LowerStatistics:
 
 
 class ReadPriority(Enum):
-    """When blocks are read from a colder tier: at once, or only while no read with priority NOW is due."""
+    """When blocks are read from a colder tier: at once, or only while no read with priority NOW is waiting."""
 
     NOW = auto()
     LATER = auto()
 
 
 class LowerStatus(Protocol):
-    """The present state of the tiers below the device: levels, speeds and counts. Reading it changes nothing."""
+    """The current state of the tiers below the device. Reading the state changes nothing."""
 
     @property
     def num_slots(self) -> Sequence[int]:
-        """Number of host slots, by group; all 0 where nothing can be kept below. Never changes."""
+        """Number of host slots, by group; all 0 if there is no host memory below. Never changes."""
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of all groups; 0 while there is none, see `epoch`."""
+        """Size of host memory for all groups together; 0 while there is none, see `epoch`."""
 
     @property
     def num_changes(self) -> int:
-        """A number that grows with every change of which block is in which host slot.
+        """Counter of changes to the content of host slots.
 
         While it is unchanged, the host slots returned by `find` still hold those blocks.
         """
 
     @property
     def epoch(self) -> int:
-        """A number that grows when blocks may have left the tiers below without being reported by `pop_lost`.
+        """Counter of events in which blocks may have left the tiers below without a report by `pop_lost`.
 
-        The caller must then look up again each of its blocks that it assumed to have a copy below.
+        When it has grown, the caller must look up its blocks again to know which of them still have a copy below.
         """
 
     @property
     def is_indexed(self) -> bool:
-        """Whether all blocks that were stored before this process started are known. Until then, some are not found."""
+        """Whether all blocks that were stored before this process started are in the index.
+
+        Until then, `find` does not find some of them.
+        """
 
     @property
     def is_readable(self) -> bool:
         """Whether blocks can be read from the tiers below, as far as is known.
 
-        If not, blocks that only an unreadable tier has are misses.
+        If not, lookups miss the blocks that only an unreadable tier has.
         """
 
     @property
@@ -210,7 +219,7 @@ class LowerStatus(Protocol):
         """Return how fast blocks were recently read from *tier*."""
 
     def queued_read_bytes(self, tier: Tier) -> int:
-        """Return the bytes of the blocks that are being read from *tier* or are queued to be read now."""
+        """Return the number of bytes being read from *tier*, or queued to be read with priority NOW."""
 
     def spill_progress(self) -> SpillProgress:
         """Return the progress of `LowerHints.spill`."""
@@ -223,63 +232,63 @@ class LowerStatus(Protocol):
 
 
 class LowerHints:
-    """Calls that an implementation of `LowerTiers` may ignore; by default they do nothing.
+    """Optional requests to the tiers below the device. An implementation of `LowerTiers` may ignore them.
 
-    Owned by the tiers' thread.
+    This base class ignores all of them. Owned by the tiers' thread.
     """
 
     @property
     def can_ask(self) -> bool:
-        """Whether a tier, such as the remote tier, cannot say at once what it has, so that `inquire` may find more."""
+        """Whether `inquire` may find more blocks than `LowerTiers.find`, because some tier cannot answer at once."""
         return False
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Query the tiers that cannot say at once whether they have *names*.
+        """Query the tiers that cannot answer at once, such as the remote tier, for the blocks *names*.
 
-        *names* are a prefix's blocks from the first one that `LowerTiers.find` does not know. The inquiry is done at
-        once, or in a later poll within a few hundredths of a second.
+        *names* are the rest of a prefix, from the first block that `LowerTiers.find` did not find. The inquiry is done
+        at once, or in a later poll within about a tenth of a second.
         """
         return NOTHING_TO_ASK
 
     def evict_last(self, group_id: int, places: Places) -> None:
         """Make the blocks in these host slots the last to be evicted, because a request will need them.
 
-        *places* are those of a prefix in order; places that are not host slots are ignored. A slot may hold another
-        block after a change, so call this only while `LowerStatus.num_changes` is unchanged.
+        *places* are the places of a prefix's blocks, in order; those that are not host slots are ignored. Call this
+        only while `LowerStatus.num_changes` is unchanged since the lookup, because later a slot may hold another block.
         """
 
     def spill(self) -> None:
-        """Start the copies from host memory to colder tiers that are due.
+        """Start copying blocks from host memory to colder tiers, as far as copies are due.
 
-        While a request waits for reads, only copies that make room for these reads are started.
+        While a request waits for blocks to be read, only copies that make room for these blocks are started.
         """
 
     def make_room(self) -> None:
-        """Start copies from host memory to disk only if `LowerTiers.reserve` or reads lack host slots.
+        """Start copying blocks from host memory to disk, but only if host slots are needed.
 
-        `reserve` lacks slots if it has returned fewer than requested since the last call. Call this instead of `spill`
-        while a load to the device is in flight, and while blocks that a load will evict are copied from the device.
-        Other writes to disk would only slow that load down.
+        Host slots are needed for reads, and if `LowerTiers.reserve` has returned fewer than requested since the last
+        call. Call this instead of `spill` while blocks are loaded to the device, or are copied from the device to make
+        room for a load. Other writes to disk would only slow the load down.
         """
 
 
 class LowerTiers(Protocol):
-    """The tiers below the device: blocks are found by group and name, leased by host slot, and copied by the caller.
+    """The tiers below the device. The caller finds blocks by name, leases their host slots, and copies the bytes.
 
-    Both sides map the memory of the host slots. Only names, slot numbers, digests and counts cross this contract. It
-    has no notion of device slots, tensors, models or requests.
+    Both sides map the memory of the host slots. Only names, slot numbers, digests and counts pass through this
+    interface. It knows nothing of device slots, tensors, models or requests.
 
     Ownership: one thread makes all calls. A slot leased by `fetch` or `reserve` belongs to the caller until it is
-    released, published or abandoned. Until then its bytes stay, and no other block is put there, whatever happens
-    below. There is no other promise: a block without a lease may be evicted between any two calls, and so may all
-    blocks at once (`LowerStatus.epoch`).
+    released, published or abandoned. Until then its bytes do not change, whatever happens in the tiers. A block without
+    a lease may be evicted between any two calls. All blocks without a lease may even be lost at once
+    (`LowerStatus.epoch`).
 
-    Time: no call except `clear` waits for a copy, a disk or another process. An implementation whose blocks are in
-    another process answers from that process's last report. So `find` may be outdated, `reserve` may return fewer slots
-    than exist, and a fetch may begin without leases and be answered in later polls, in any order.
+    Time: no call except `clear` waits for a copy, a disk or another process. If the blocks are in another process,
+    calls are answered from that process's last report. So `find` may be outdated, and `reserve` may return fewer slots
+    than are free. A fetch may begin without leases, which are then added by later polls, in any order.
 
-    Failure: no method raises because of a failure below. A block that is unavailable is NOWHERE, a `Lost`, or an entry
-    with a reason in `Fetch.failures`. A block that cannot be written stays where it is.
+    Failure: no method raises an exception because a tier fails. If a block becomes unavailable, `find` returns NOWHERE,
+    `pop_lost` returns the block, or `Fetch.failures` has a reason. A block that cannot be written stays where it is.
     """
 
     @property
@@ -288,16 +297,17 @@ class LowerTiers(Protocol):
 
     @property
     def hints(self) -> LowerHints:
-        """Hints to the tiers, which may ignore them."""
+        """Optional requests to the tiers, which may ignore them."""
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return where the blocks of *names* are, as a hint without leases. Does not change the eviction order.
+        """Return where the blocks of *names* are. They are not leased, so the result may be outdated at the next call.
 
-        Takes up to half a microsecond of the caller's thread per block (DESIGN.md, sections 7 and 10); does not block.
+        Does not change the eviction order and does not block. Takes up to half a microsecond per block (DESIGN.md,
+        sections 7 and 10).
         """
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return the places of the blocks before the first one that is NOWHERE, like `find`."""
+        """Return the result of `find` for the leading blocks, up to the first one that no tier has."""
 
     def fetch(
         self,
@@ -307,17 +317,18 @@ class LowerTiers(Protocol):
         found: Places | None = None,
         priority: ReadPriority = ReadPriority.NOW,
     ) -> Fetch:
-        """Lease these blocks in host memory, reading those that are only in colder tiers; the caller releases them.
+        """Lease these blocks in host memory. Blocks that are only in colder tiers are first read into host memory.
 
-        Blocks in host memory may be leased before this returns (`Fetch.slots`). For every other block, *on_fetched* is
-        called later; for a block that no tier has, with the reason.
+        The caller must release the leases. Blocks that are in host memory may be leased when this returns (see
+        `Fetch.slots`). For every other block, *on_fetched* is called later, with a reason if the block is
+        unavailable.
 
         Args:
             group_id: Group of the blocks.
             blocks: Blocks to lease.
-            on_fetched: Called for each block that is leased later, or never.
+            on_fetched: Called for each block that is leased later or cannot be leased.
             found: Host slots of all blocks as returned by `find`, to save another lookup. They are not checked. If a
-                slot held another block by now, that block would be leased, and its digest would match. So pass the
+                slot held another block by now, the wrong block would be leased, and its digest would match. So pass the
                 slots only directly after `find`, or while `LowerStatus.num_changes` is unchanged. An implementation may
                 ignore them.
             priority: When to read the blocks that are only in colder tiers.
@@ -326,46 +337,47 @@ class LowerTiers(Protocol):
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         """Lease up to *num_slots* host slots to copy blocks into. The caller must `publish` or `abandon` each of them.
 
-        Evicts the oldest blocks, preferably those with a copy on disk. Blocks without such a copy are evicted only
+        Evicts the oldest blocks, preferably those with a copy on disk. Blocks without a copy on disk are evicted only
         while the disk accepts no blocks. Returns fewer slots, or none, if there is no room; try again after a poll.
         """
 
     def publish(
         self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
-        """Make the blocks in these reserved slots findable, now that their bytes are complete, and end the leases.
+        """Make the blocks in these reserved slots findable and end the leases. Call this when the bytes are complete.
 
-        If host memory already has a block, that copy stays, and the slot filled for the block becomes free.
+        If another host slot already holds one of the blocks, that copy is kept, and the reserved slot becomes free.
 
         Args:
             group_id: Group of the blocks.
             slots: Reserved slots.
-            rows: Names of the blocks in the order of *slots*. Each row has consecutive blocks of one chain, the last
+            rows: Names of the blocks in the order of *slots*. Each row has consecutive blocks of one prompt, the last
                 block first.
             digests: Digests of the blocks' bytes, in the same order.
             owners: Tenants of the blocks, in the same order.
         """
 
     def abandon(self, group_id: int, slots: Ids) -> None:
-        """End the leases on reserved slots that were not filled; they hold no block."""
+        """End the leases on reserved slots into which no blocks were copied."""
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        """Make blocks that were used the most recent ones of host memory, the last of *names* the most recent.
+        """Record that blocks were used, so that host memory evicts them last, the last one of *names* after the others.
 
-        Blocks that are no longer in host memory are ignored. *were_read* says for each block whether it came from disk
-        (empty: none did). Such a block becomes recent on disk too.
+        Blocks that are no longer in host memory are ignored. *were_read* says for each block whether it was read from
+        disk (empty: no block was). The use of a block that was read from disk is recorded there too.
         """
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Drop these blocks, whose bytes do not match their digests, from host memory, and count them as corrupt.
+        """Drop corrupt blocks, whose bytes do not match their digests, from host memory, and count them.
 
         Copies on disk stay.
         """
 
     def clear(self) -> bool:
-        """Forget every block in all tiers below, and end every fetch. This is the only call that blocks, on the disk.
+        """Forget every block in all tiers below, and end every fetch. This is the only call that may wait for the disk.
 
-        `pop_lost` reports the blocks, but of those on disk no more than the caller can remember (`NUM_GHOSTS`).
+        `pop_lost` then reports the blocks, but at most `NUM_GHOSTS` of those on disk, because the caller remembers no
+        more.
 
         Returns:
             False if host slots are reserved, being read into or being written to disk, or if the disk fails. Then no
@@ -373,19 +385,19 @@ class LowerTiers(Protocol):
         """
 
     def purge(self, order: PurgeOrder) -> Purge:
-        """Create a purge of the tiers that *order* names, which has not evicted anything yet.
+        """Create a purge of the tiers that *order* names. It evicts nothing until its parts run.
 
-        Tiers of another process are not purged; its operators must request that there.
+        Tiers that belong to another process are not purged; request their purge from that process.
         """
 
     def poll(self) -> None:
-        """Advance everything in flight, and call `on_fetched` for blocks that have come or failed.
+        """Advance all work in flight, and call `on_fetched` for the blocks that were fetched or failed.
 
-        The caller polls as long as anything is in flight, and before it plans, because nothing advances by itself.
+        Nothing advances without this call. Call it regularly while anything is in flight, and before planning loads.
         """
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return the blocks that no tier below has any more since the last call.
+        """Return the blocks that have disappeared from all tiers below since the last call.
 
         If the device has a copy of such a block, that copy is now the last one.
         """

@@ -1,4 +1,4 @@
-"""A set of millions of block names, in which no call takes longer because the set is larger."""
+"""NameSet: a set for millions of block names. No call becomes slower as the set grows."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -31,14 +31,14 @@ def block_key(namespace: bytes, group_id: int, name: BlockName) -> bytes:
 
 
 def rows_of(names: Sequence[BlockName]) -> Rows:
-    """Return the names as rows of numbers, [names, 4]."""
+    """Return the names as an array of numbers, one row of four per name."""
     joined = b"".join(names)
     assert len(joined) == NAME_BYTES * len(names), f"a name has {NAME_BYTES} bytes"
     return np.frombuffer(joined, np.uint64).reshape(-1, NAME_BYTES // 8)
 
 
 def names_of(rows: Rows) -> list[BlockName]:
-    """Return the names that these rows encode: the inverse of `rows_of`."""
+    """Return the names in these rows: the inverse of `rows_of`."""
     return cast(list[BlockName], np.ascontiguousarray(rows).view(f"V{NAME_BYTES}").ravel().tolist())
 
 
@@ -46,9 +46,9 @@ class NameSet:
     """A set of block names in flat arrays, which take 70 bytes per name. Owned by one thread.
 
     The names are not Python objects, so the garbage collector does not visit them. The set uses linear hashing (Litwin,
-    1980): as names are added, buckets are split one after another, never all at once, and the arrays grow in place.
-    Each place in a bucket stores a *tag* and the row of the name in the array of names. The tag is 31 bits of the name,
-    some of which choose the bucket. A name whose bucket is full (one in some thousands) goes into a Python set.
+    1980): as names are added, buckets are split one after another, never all at once. Each place in a bucket stores a
+    *tag*, which is 31 bits of the name, and the number of the row that has the whole name. Some bits of the tag choose
+    the bucket. If a bucket is full, which happens to one name in some thousands, the name goes into a Python set.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class NameSet:
 
     @property
     def num_over(self) -> int:
-        """Number of names in the Python set, because their bucket was full."""
+        """Number of names that are in the Python set, because their bucket was full."""
         return len(self._over)
 
     def __contains__(self, name: BlockName) -> bool:
@@ -99,7 +99,7 @@ class NameSet:
         return found
 
     def add(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Add these names, and return for each whether it is new. If equal names are added, one of them is new."""
+        """Add these names, and return for each whether it is new. Of equal names in *rows*, only one counts as new."""
         is_new = ~self.holds(rows)
         new = np.flatnonzero(is_new)
         while (missing := int((len(self) + len(new)) / MEAN) - self.num_buckets) > 0:
@@ -156,7 +156,7 @@ class NameSet:
         return True
 
     def find(self) -> list[BlockName]:
-        """Return some names of the set, different ones on each call; possibly none although the set is not empty."""
+        """Return a few names of the set, other ones on each call. The result may be empty although the set is not."""
         start, end = self._next, min(self._next + SCAN_BUCKETS, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
@@ -169,9 +169,9 @@ class NameSet:
     def pages(self, num_buckets: int) -> Iterator[list[BlockName]]:
         """Yield the names of the set in pages of *num_buckets* buckets each.
 
-        Names may be added and removed between two pages. A page contains only names that are in the set at that time. A
-        name that is in the set from the first page to the last is yielded. A name that is added meanwhile may be
-        yielded twice or not at all. The iteration ends if fewer names are added between two pages than a page contains.
+        Names may be added and removed between two pages. A page has only names that are in the set at that time. A name
+        that stays in the set during the whole iteration is yielded. A name that is added meanwhile may be yielded twice
+        or not at all. The iteration ends only if fewer names are added between two pages than a page has.
         """
         over = list(self._over)
         for start in range(0, max(1, len(over)), num_buckets):
@@ -184,12 +184,12 @@ class NameSet:
             start = end
 
     def give_back(self) -> bool:
-        """Free a part of the memory and return whether there is more. The set is unusable after the first call."""
+        """Free a part of the memory and return whether any is left. The set is unusable after the first call."""
         self._over.clear()
         return any(part.give_back() for part in self._parts)
 
     def _position(self, name: BlockName) -> int | None:
-        """Return the number of the name's place, counted over all buckets; None if the name is in no bucket."""
+        """Return the index of the name's place among the places of all buckets; None if no bucket has the name."""
         tag, bucket = self._tag_and_bucket(name)
         wanted, start, end = tag.to_bytes(TAG_BYTES, "little"), bucket * BUCKET_BYTES, (bucket + 1) * BUCKET_BYTES
         find = self._tags.memory.find
@@ -244,7 +244,7 @@ class NameSet:
         self._num_in_buckets += len(rows)
 
     def _take_rows(self, num_rows: int) -> npt.NDArray[np.uint32]:
-        """Allocate rows for *num_rows* names, first those of discarded names."""
+        """Allocate rows for *num_rows* names. The rows of discarded names are used first."""
         cut = max(0, len(self._free) - num_rows)
         freed = self._free[cut:]
         del self._free[cut:]
@@ -272,14 +272,15 @@ class NameSet:
 
 
 def _tags(rows: Rows) -> npt.NDArray[np.uint32]:
-    """Return the tag of each of these names; never 0."""
+    """Return the tag of each name. A tag is never 0, because 0 marks a free place."""
     return rows.view(np.uint32)[:, 0] | np.uint32(1)
 
 
 def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
     """Return for each row whether no earlier row equals it.
 
-    *twice* are the indices of the rows that have the same tag as the next row. Only such rows can be equal.
+    The rows are sorted by tag. *twice* has the index of each row with the same tag as the next row. Rows with different
+    tags cannot be equal.
     """
     is_first = np.ones(len(rows), np.bool_)
     seen = set[bytes]()

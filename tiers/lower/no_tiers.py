@@ -1,4 +1,4 @@
-"""NoTiers: the lower tiers of a configuration that has only the device."""
+"""NoTiers: the implementation of `LowerTiers` for a configuration without tiers below the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ from kvtier.transfer.lane import LaneSpeed
 
 
 class NoFetch:
-    """A fetch whose blocks never come; implements `Fetch`."""
+    """A fetch in which every block fails, because there is no tier to fetch it from; implements `Fetch`."""
 
     def __init__(self, group_id: int, names: Sequence[BlockName]) -> None:
         self.group_id = group_id
@@ -46,7 +46,7 @@ class NoFetch:
 
 
 class NoStatus:
-    """State of tiers without slots or blocks; implements `LowerStatus`."""
+    """The status of `NoTiers`, which has no slots and no blocks; implements `LowerStatus`."""
 
     host_bytes = 0
     num_changes = 0
@@ -76,7 +76,7 @@ class NoStatus:
 
 
 class NoTiers:
-    """Tiers without slots or blocks; implements `LowerTiers`."""
+    """The lower tiers if only the device holds blocks: every lookup is a miss; implements `LowerTiers`."""
 
     def __init__(self, num_groups: int) -> None:
         self.status = NoStatus(num_groups)

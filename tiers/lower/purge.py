@@ -1,4 +1,4 @@
-"""Purges: evictions requested by an operator, their scope and their outcome."""
+"""Purges, which are evictions requested by an operator: their scope, progress and outcome."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,10 +10,11 @@ from kvtier.tiers.naming.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class PurgeOrder:
-    """The scope of a purge: all blocks of *tiers*, or those of one *tenant*.
+    """The scope of a purge: all blocks of *tiers*, or only those of one *tenant*.
 
-    The disk may hold blocks of other models. On disk, only blocks are purged whose namespace, in hexadecimal, begins
-    with *namespace* (None: all blocks). *max_bytes* or *max_blocks* limits how much leaves each tier, oldest first.
+    If *namespace* is given, only blocks whose namespace, in hexadecimal, begins with it are evicted from the disk,
+    which may hold blocks of other models too. *max_bytes* or *max_blocks* limits how much is evicted from each tier.
+    The oldest blocks are evicted first.
     """
 
     tiers: frozenset[Tier] = frozenset(Tier)
@@ -28,7 +29,7 @@ class PurgeOrder:
         return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":
-        """Return this order with its limits multiplied by *part* (0 to 1) and rounded up. No limit stays no limit."""
+        """Return this order with its limits multiplied by *part* (0 to 1) and rounded up. None stays None."""
         max_bytes = None if self.max_bytes is None else ceil(self.max_bytes * part)
         max_blocks = None if self.max_blocks is None else ceil(self.max_blocks * part)
         return replace(self, max_bytes=max_bytes, max_blocks=max_blocks)
@@ -36,11 +37,11 @@ class PurgeOrder:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What a purge evicted from one tier.
+    """The outcome of a purge in one tier.
 
-    *num_bytes* is the size of the blocks in this tier, which on disk may be the compressed size. *num_leased* is how
-    many blocks in scope stay because requests, pins or copies lease them. *why_not* is the reason in one line if the
-    purge failed, otherwise empty.
+    *num_bytes* is the size of the evicted blocks in this tier. On disk, it may be the compressed size. *num_leased* is
+    the number of blocks that were not evicted because requests, pins or copies lease them. *why_not* is the reason in
+    one line if the purge failed, otherwise empty.
     """
 
     num_blocks: int = 0
@@ -49,7 +50,7 @@ class Purged:
     why_not: str = ""
 
     def plus(self, other: "Purged") -> "Purged":
-        """Return the sum of this outcome and *other*."""
+        """Return this outcome and *other* added up."""
         return Purged(
             self.num_blocks + other.num_blocks,
             self.num_bytes + other.num_bytes,
@@ -59,28 +60,32 @@ class Purged:
 
 
 class Purge(Protocol):
-    """A purge in progress. Owned by the tiers' thread, which runs one part of it between its other work."""
+    """A purge in progress, which evicts blocks part by part.
+
+    Owned by the tiers' thread, which runs one part at a time between its other work.
+    """
 
     def parts(self) -> Iterator[bool]:
-        """Iterate over one pass through the tiers. Each step evicts a part; it yields whether the next can run at once.
+        """Go through the tiers once, and evict the selected blocks part by part.
 
-        Another pass also evicts blocks that have come to a tier since.
+        Each step evicts one part, and yields whether the next part can run at once. A further call also evicts blocks
+        that have been added to a tier since.
         """
 
     @property
     def num_evicted(self) -> int:
-        """Number of blocks evicted so far, in all passes."""
+        """Number of blocks evicted so far, by all calls of `parts`."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether no copy is in flight that may bring a block to a tier that was already scanned."""
+        """Whether no copy is in flight that may still add a block to a tier that was already purged."""
 
     def outcome(self) -> Mapping[Tier, Purged]:
-        """Return what was evicted from each tier, and what is leased there now."""
+        """Return for each tier what was evicted, and how many blocks are leased now."""
 
 
 class NothingPurged:
-    """A purge of tiers that are empty or belong to another process; implements `Purge`."""
+    """A purge that evicts nothing, because the tiers are empty or in another process; implements `Purge`."""
 
     num_evicted = 0
     is_settled = True

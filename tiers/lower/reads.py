@@ -25,15 +25,18 @@ Block = tuple[int, BlockName]  # group and name
 
 
 class Readable(Protocol):
-    """A tier that can be read from. Lanes' threads call only `read`; the owner calls everything else."""
+    """A tier from which blocks can be read.
+
+    Copy threads call only `read`. The tiers' thread calls everything else.
+    """
 
     @property
     def route(self) -> Route:
-        """Transfer route of the tier's blocks to host memory."""
+        """Transfer route from this tier to host memory."""
 
     @property
     def reading(self) -> CircuitBreaker:
-        """Circuit breaker of the tier's reads. While it is closed, the tier can be read from, as far as is known."""
+        """Circuit breaker of the tier's reads. While it is closed, the tier is believed to be readable."""
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """Return the key of a block."""
@@ -41,35 +44,35 @@ class Readable(Protocol):
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read the block of each key into the memory at the same index of *blocks*, and verify it.
 
-        Returns each block's digest, or the fault because of which it could not be read.
+        Returns for each key the block's digest, or the fault if the block could not be read.
         """
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Return group and name of a block that the tier is known to hold and that is not in *besides*, or None."""
+        """Return group and name of any block that the tier should have, except *besides*; None if none is found."""
 
     def on_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Handle a read of the block that returned no bytes."""
+        """Handle a read of the block that failed with *fault*."""
 
 
 class ReadSource(Readable, Protocol):
-    """A tier from which `Reads` fills host memory."""
+    """A tier from which `Reads` reads blocks into host memory. The tier is told how the reads end."""
 
     @property
     def tier(self) -> Tier:
         """Which tier this is."""
 
     def on_hung(self, group_id: int, name: BlockName) -> None:
-        """Handle a read of the block that hangs."""
+        """Handle a read of the block that has been declared hung."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        """Handle blocks that are new to host memory, in these slots.
+        """Handle blocks that were read into these host slots and were not in host memory before.
 
         *is_late* says whether their read had been declared hung.
         """
 
 
 class ReadableDisk:
-    """The disk as a tier to read from; implements `Readable`."""
+    """The disk as a tier from which blocks can be read; implements `Readable`."""
 
     route = Route.DISK_TO_HOST
 
@@ -82,7 +85,7 @@ class ReadableDisk:
 
 
 class DiskSource(ReadableDisk):
-    """The disk below host memory; implements `ReadSource`."""
+    """The disk as a source of blocks for host memory; implements `ReadSource`."""
 
     tier = Tier.DISK
 
@@ -94,12 +97,12 @@ class DiskSource(ReadableDisk):
         self._index.remove_from_disk_index(group_id, name, EvictionCause.UNREADABLE)
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
-        if is_late:  # when their read was declared hung, the blocks were removed from the disk's index
+        if is_late:  # the disk's index has dropped the blocks, because their read was declared hung
             self._index.offer_to_disk(group_id, slots)
 
 
 def why_failed(tier: Tier, fault: Fault) -> Reason:
-    """Return why the tokens of a block must be recomputed after its read from *tier* ended with *fault*."""
+    """Return why a block's tokens must be recomputed after its read from *tier* failed with *fault*."""
     match fault:
         case Fault.MISSING:
             return Reason.evicted_from(tier)
@@ -117,7 +120,7 @@ class BlockRead:
     name: BlockName
     origin: Origin
     tier: Tier  # the tier it is read from
-    waiters: dict["Waiter", int] = field(default_factory=dict)  # fetches that wait, with the block's place in each
+    waiters: dict["Waiter", int] = field(default_factory=dict)  # fetches that wait, with the block's index in each
     host_slot: int | None = None  # None until the read is submitted to its lane
     digest: bytes = b""  # of the bytes that were read
 
@@ -126,24 +129,27 @@ class Waiter(Protocol):
     """A fetch that waits for blocks to be read."""
 
     def on_read(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
-        """Handle the end of the read of the block at *place*; *failure* is None if it is in host memory now."""
+        """Handle the end of a read that this fetch waited for.
+
+        *place* is the block's index in the fetch. *failure* is None if the block is in host memory now.
+        """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReadBatch:
-    """A batch of blocks that a lane is reading."""
+    """A batch of blocks whose read is in flight."""
 
     batch: tuple[BlockRead, ...]
     attempt: Attempt
     submitted_at: float
-    is_for_later: bool
+    is_for_later: bool  # whether the batch is a prefetch
 
 
 class Reads:
-    """The reads from one tier that fetches wait for, in batches. Blocks wanted now are read before prefetches.
+    """The queue of reads from one tier into host memory. Blocks that requests need now are read before prefetches.
 
-    A block is read once, no matter how many fetches wait for it. While the lane (the queue of reads from this tier) is
-    full, blocks stay queued here, in order.
+    A block is read once, no matter how many fetches wait for it. Reads are submitted in batches to the tier's lane
+    (copy queue). While the lane is full, they stay queued here, in order.
 
     When a read is declared hung, fetches stop waiting for it, and its blocks count as absent from the tier. The read
     keeps its slots leased until it ends. If it succeeds after all, its blocks are added to host memory. Owned by the
@@ -162,9 +168,9 @@ class Reads:
     ) -> None:
         """Create an empty queue of reads.
 
-        *windows*, by attention group, say how far to look in the eviction order for clean host slots to read into:
-        slots whose block need not be copied to disk first. *is_host_cleaned* returns whether copies to disk are in
-        flight that will make more slots clean.
+        *windows* says for each attention group how far to search the eviction order for clean host slots to read into.
+        A slot is clean if its block need not be copied to disk first. *is_host_cleaned* returns whether copies to disk
+        are in flight that will make more slots clean.
         """
         self._index = index
         self._source = source
@@ -184,9 +190,9 @@ class Reads:
     def join(
         self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
     ) -> dict[int, BlockRead]:
-        """Queue reads of the blocks at *places*, and return the reads by place. *waiter* is notified of each one's end.
+        """Queue reads of the blocks with the indices *places*, and return the read of each index.
 
-        If *now*, the reads are queued ahead of all prefetches.
+        *waiter* is notified when each read ends. If *now*, the reads are queued ahead of all prefetches.
         """
         under_way, block_reads = self._under_way[group_id], {}
         for place in places:
@@ -206,8 +212,8 @@ class Reads:
     def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
         """Remove *waiter* from the fetches that wait for the read.
 
-        If no fetch is left and the read is still queued, it is dropped. If it is in flight, it goes on, and its block
-        is added to host memory.
+        If no other fetch waits for it, a queued read is dropped. A read in flight continues, and its block is added to
+        host memory.
         """
         block_read.waiters.pop(waiter, None)
         for queue in (self._wanted_now, self._wanted_later):
@@ -216,15 +222,15 @@ class Reads:
                 self._num_wanted_now[block_read.group_id] -= queue is self._wanted_now
 
     def pump(self) -> None:
-        """Submit queued blocks to the lane, as far as it has room.
+        """Submit queued reads to the tier's lane (copy queue) until the lane is full.
 
-        Prefetches are submitted only while no other block is to be read, one batch at a time.
+        Prefetches are submitted one batch at a time, and only while no other read is queued.
         """
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         late = any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading)
         if late and not self._transfers.has_undelivered:
-            self.time_out()  # no promotion waits for a prefetch, so no promotion's deadline ends it
+            self.time_out()  # no request waits for a prefetch, so no request's deadline ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -232,15 +238,15 @@ class Reads:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the blocks wanted now that are still queued."""
+        """Bytes of the blocks that are still queued to be read, without prefetches."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
     def time_out(self) -> None:
-        """Declare all reads in flight hung, and let all queued reads fail, because a request's deadline has passed.
+        """Declare all reads in flight hung, because a request's deadline has passed. Queued reads then fail too.
 
         Otherwise every later request would wait just as long. The hung reads are reported to the tier's circuit
-        breaker, unless finished transfers have not been collected yet. The reads may be among these, so that the owner
-        was late rather than the tier.
+        breaker, unless finished transfers have not been collected yet. In that case the reads may be finished too, and
+        the tiers' thread was late rather than the tier.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -254,7 +260,7 @@ class Reads:
             self._give_up()
 
     def time_out_late(self, timeout_s: float) -> None:
-        """Call `time_out` if a read has been in flight for *timeout_s*, including reads that no fetch waits for."""
+        """Call `time_out` if a read has been in flight for *timeout_s*, even if no fetch waits for the read."""
         is_late = bool(self._reading) and self._clock() - self._reading[0].submitted_at >= timeout_s
         if is_late and not self._transfers.has_undelivered:
             self.time_out()
@@ -279,12 +285,11 @@ class Reads:
         assert num_now == self._num_wanted_now, "the count of queued reads that are wanted now is wrong"
 
     def _put(self, block_read: BlockRead, now: bool) -> None:
-        """Append the block to the queue of blocks wanted now, or to that of prefetches."""
         (self._wanted_now if now else self._wanted_later)[block_read] = None
         self._num_wanted_now[block_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[BlockRead, None]) -> bool:
-        """Submit the first blocks of the queue, as far as they are of one group, as a batch.
+        """Submit one batch from the front of the queue, with blocks of one attention group.
 
         Returns False if no block can be submitted now.
         """
@@ -321,7 +326,7 @@ class Reads:
         return True
 
     def _give_up(self) -> None:
-        """Let all queued reads fail, because the tier is not to be used for now."""
+        """Let all queued reads fail, because the tier is suspended."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
@@ -372,7 +377,7 @@ class Reads:
         self._source.on_come(group_id, new, is_late)
 
     def _end(self, block_read: BlockRead, failure: Reason | None) -> None:
-        """Remove the block from the reads in flight and notify the fetches that wait for it."""
+        """Remove the read from the queued and running ones, and notify the fetches that wait for it."""
         del self._under_way[block_read.group_id][block_read.name]
         for waiter, place in list(block_read.waiters.items()):
             waiter.on_read(place, block_read, failure)
@@ -386,12 +391,12 @@ class ColdReads:
     """
 
     def __init__(self, index: LowerIndex, reads: Mapping[Tier, Reads]) -> None:
-        """Create the set from *reads*, by tier, of the tiers that exist."""
+        """Combine the queues of reads from all tiers that exist."""
         self._index = index
         self._reads = reads
 
     def join(self, group_id: int, blocks: NamedBlocks, places: Ids, waiter: Waiter, now: bool) -> dict[int, BlockRead]:
-        """Queue reads as `Reads.join` does; blocks that no tier can provide are missing in the result."""
+        """Queue reads as `Reads.join` does. Blocks that no tier can provide are missing from the result."""
         joined: dict[int, BlockRead] = {}
         for tier, chosen in self._by_tier(group_id, blocks, places):
             joined |= self._reads[tier].join(group_id, blocks, chosen.tolist(), waiter, now)
@@ -405,7 +410,7 @@ class ColdReads:
             reads.pump()
 
     def queued_bytes(self, tier: Tier) -> int:
-        """Return `Reads.queued_bytes` of a tier, 0 if there is no such tier."""
+        """Return the `Reads.queued_bytes` of a tier; 0 if there is no such tier."""
         return self._reads[tier].queued_bytes if tier in self._reads else 0
 
     def time_out(self, tier: Tier) -> None:
@@ -424,7 +429,7 @@ class ColdReads:
             reads.check()
 
     def _by_tier(self, group_id: int, blocks: NamedBlocks, places: Ids) -> Iterator[tuple[Tier, Ids]]:
-        """Yield each tier to read from with the places of its blocks."""
+        """Yield each tier with the indices of the blocks that are to be read from it."""
         if Tier.REMOTE in self._reads:
             is_remote = self._index.are_remote(group_id, [blocks.names[place] for place in places.tolist()])
             if is_remote.any():
@@ -435,11 +440,11 @@ class ColdReads:
 
 
 class ReadProbe:
-    """Reads single blocks from a tier whose circuit breaker is open, to find out whether the tier works again.
+    """Test reads from a tier whose circuit breaker is open, to find out whether the tier works again.
 
-    After a successful probe, lookups find the tier's blocks again. Probes read into memory of their own, so that a
-    probe that hangs occupies a thread of the lane, but no slot. Each probe reads another block than the probes that
-    hang. Owned by the tiers' thread.
+    After a successful probe, lookups find the tier's blocks again. A probe reads one block into memory of its own. So a
+    hung probe occupies a copy thread, but no host slot. A new probe does not read a block whose probe hangs. Owned by
+    the tiers' thread.
     """
 
     def __init__(

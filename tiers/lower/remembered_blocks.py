@@ -1,4 +1,4 @@
-"""RememberedBlocks: a record of blocks that have been seen once, so that their second use is noticed."""
+"""RememberedBlocks: remembers which blocks have been seen once, so that a second use is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that equal names in different group
 
 
 class RememberedBlocks:
-    """About the last *num_blocks* blocks. Each is remembered by a key of 64 bits.
+    """A set of about the last *num_blocks* blocks that were seen. Each is remembered by a key of 64 bits.
 
-    If two blocks have the same key, one of them counts as seen too early, which does little harm. The keys are in rows
-    of `WAYS` places. A block's key determines its row, in which the oldest key is replaced. (`Ghosts`, a ring that is
-    searched as a whole, would take half a millisecond per name for the four million blocks that a disk of a terabyte
-    needs.)
+    If two blocks have the same key, the second one counts as seen although it is new, which does little harm. The keys
+    are stored in rows of `WAYS` places. A block's key determines its row, in which it replaces the oldest key. `Ghosts`
+    has a single ring instead, which is searched as a whole. For the four million blocks that a disk of a terabyte
+    needs, this would take half a millisecond per name.
     """
 
     def __init__(self, num_blocks: int) -> None:

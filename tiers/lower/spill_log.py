@@ -1,4 +1,4 @@
-"""A log of the outcome of each batch of blocks copied down."""
+"""SpillLog: a log of the batches of blocks that were copied to a lower tier, with the outcome of each batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvtier.transfer.transfer_engine import Route
 
 
 class Drop(StrEnum):
-    """The reason why blocks of a finished batch have no copy below. After FAILED and FULL, they are copied again."""
+    """The reason why blocks have no copy in the lower tier. After FAILED and FULL, the copy is repeated."""
 
     FAILED = "failed"  # the copy failed
     FULL = "full"  # the store had no room
@@ -22,16 +22,16 @@ class Drop(StrEnum):
 
     @classmethod
     def of(cls, error: BaseException) -> "Drop":
-        """Return the reason why a copy that ended with *error* has stored nothing."""
+        """Return the reason for a batch whose copy failed with *error*."""
         return cls.CLOSED if isinstance(error, LaneClosed) else cls.FULL if isinstance(error, StoreFull) else cls.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Blocks of one attention group that were copied down as one batch, or that left their tier before that.
+    """A batch of one attention group's blocks that were copied to a lower tier, or were evicted too early for that.
 
-    If they were never copied, *began_at* equals *ended_at*, and *copy_s* and *num_bytes* are 0. Times are seconds on
-    the clock of the tiers' owner.
+    If the blocks were never copied, *began_at* equals *ended_at*, and *copy_s* and *num_bytes* are 0. Times are seconds
+    on the clock of the `SpillLog`.
     """
 
     route: Route
@@ -40,19 +40,22 @@ class Spill:
     began_at: float  # when the batch was submitted to its lane
     ended_at: float  # when its outcome was processed
     copy_s: float  # how long the copy itself ran; the rest of the time it waited
-    dropped: Mapping[Drop | EvictionCause, int]  # number of blocks without a copy below, by reason
+    dropped: Mapping[Drop | EvictionCause, int]  # number of blocks without a copy in the lower tier, by reason
 
 
 class SpillLog:
-    """Batches in the order in which they ended, kept until the owner takes them. Owned by the tiers' thread."""
+    """A log of batches in the order in which they ended, kept until `take` is called. Owned by the tiers' thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create an empty log; *clock* is that of the tiers."""
+        """Create an empty log. *clock* is the clock of the tiers."""
         self._clock = clock
         self._spills: list[Spill] = []
 
     def on_copied(self, route: Route, batch: CopyBatch, transfer: Transfer, num_pushed_out: int = 0) -> None:
-        """Record a batch whose copy has ended; *num_pushed_out* of its blocks have been evicted since."""
+        """Record a batch whose copy has ended.
+
+        *num_pushed_out* is the number of its blocks that the lower tier has evicted since.
+        """
         dropped: dict[Drop | EvictionCause, int] = {}
         if transfer.error is not None:
             dropped = {Drop.of(transfer.error): len(batch.names)}
@@ -63,11 +66,11 @@ class SpillLog:
         self._spills.append(Spill(route, batch.names, num_bytes, batch.submitted_at, now, transfer.seconds, dropped))
 
     def on_dropped(self, route: Route, names: Sequence[BlockName], cause: EvictionCause) -> None:
-        """Record blocks that left their tier before they had a copy below."""
+        """Record blocks that were evicted before they had a copy in the lower tier."""
         now = self._clock()
         self._spills.append(Spill(route, names, 0, now, now, 0.0, {cause: len(names)}))
 
     def take(self) -> list[Spill]:
-        """Return and remove all batches since the last call."""
+        """Return all batches since the last call, and empty the log."""
         spills, self._spills = self._spills, []
         return spills

@@ -1,4 +1,4 @@
-"""Statistics of the tiers, as frozen values that any thread may keep."""
+"""Statistics of the tiers, as immutable objects that any thread may keep."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,10 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 @dataclass(frozen=True, slots=True)
 class TokenBalance:
-    """Number of a prompt's tokens that came from each tier, and that were recomputed. All together are its length."""
+    """The number of a prompt's tokens that came from each tier, and the number that were recomputed.
+
+    Together they are the length of the prompt.
+    """
 
     device: int = 0
     host: int = 0
@@ -54,7 +57,7 @@ NO_TOKENS = TokenBalance()
 
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
-    """Tokens queried and hit by requests that read the cache.
+    """Tokens that requests looked up in the cache (queries), and tokens that they found there (hits).
 
     A request that is admitted again after a preemption counts in the *preempted* fields.
     """
@@ -70,7 +73,7 @@ class PrefixStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """One tier: blocks and bytes now; evictions, dropped spills and corrupt blocks, by cause, since the start."""
+    """Statistics of one tier: its present content, and counts of evicted and corrupt blocks since the start."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -90,7 +93,7 @@ class TierStatistics:
 
 
 def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionCause, int]:
-    """Return the sum of evictions by cause."""
+    """Add up several counts of evictions by cause."""
     total: Counter[EvictionCause] = Counter()
     for evicted in each:
         total.update(evicted)
@@ -118,7 +121,7 @@ def slot_statistics(
 
 @dataclass(frozen=True, slots=True)
 class DiskStatistics:
-    """The statistics that only a disk has, at one moment."""
+    """The statistics that exist only for the disk, at one moment."""
 
     file_bytes: int  # bytes that the store's files take on the medium
     written_bytes_total: int  # since the store was created
@@ -135,7 +138,7 @@ class DiskStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
-    """The decisions of `LoadPlanner`, and the prefill speed on which they are based."""
+    """The decisions of `LoadPlanner` how much of a hit to load, and the prefill speed on which they are based."""
 
     num_plans: Mapping[str, int]  # number of hits by decision: to load "all", "split", "part" or "nothing"
     prefill_tokens_per_s: float | None  # over the first 1,000 tokens of a prompt; None before it is known
@@ -147,7 +150,7 @@ class CacheStatistics:
 
     tiers: Mapping[Tier, TierStatistics]
     routes: Mapping[Route, RouteStatistics]
-    clean_ahead_blocks: int  # number of device blocks next to be evicted that are kept clean (copied to a lower tier)
+    clean_ahead_blocks: int  # how many device blocks to be evicted next are kept clean (copied to a lower tier)
     disk: DiskStatistics | None = None
     remote: RemoteStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk

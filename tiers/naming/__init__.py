@@ -1,1 +1,1 @@
-"""Names of blocks and tiers, and the blocks that each kind of attention needs to resume after a token."""
+"""Names of blocks and tiers, and which blocks each kind of attention needs to resume a prompt."""

@@ -24,9 +24,9 @@ ExtraKey = tuple[str | int | bytes, ...]  # a tag, then its values
 class HashAlgorithm(StrEnum):
     """Hash algorithm of block names.
 
-    `sha256_cbor` computes vLLM's names, for routers that compute names themselves, and takes over ten times as long as
-    `sha256`. Both are cryptographic, because a block is identified by its name alone: a client that found two prompts
-    with equal names could make the engine use the blocks of one prompt for the other.
+    `sha256_cbor` computes the same names as vLLM, for routers that compute vLLM's names themselves. It takes over ten
+    times as long as `sha256`. Both are cryptographic, because a block is identified by its name alone: a client that
+    found two prompts with equal names could make the engine use the blocks of one prompt for the other.
     """
 
     SHA256 = "sha256"
@@ -34,7 +34,7 @@ class HashAlgorithm(StrEnum):
 
     @property
     def default_seed(self) -> str:
-        """Default seed of all names. The seed is part of the namespace and is never read from the environment."""
+        """Seed used if none is configured. It is part of the namespace and never read from the environment."""
         return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
 
 
@@ -50,7 +50,7 @@ _sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter of a prompt. Both fields are part of each block's name, and must be text (ValueError otherwise)."""
+    """The LoRA adapter of a prompt, which is part of each block's name. Raises ValueError if a field is not text."""
 
     name: str
     path: str
@@ -83,10 +83,10 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything besides a prompt's token ids that determines its KV or isolates it from other prompts.
+    """Everything except the token ids that determines a prompt's KV data or isolates the prompt from others.
 
     The order and the tags of the keys are part of a block's name. Raises ValueError if the salt is not text or the
-    embeddings contain Python objects. So the request fails, rather than the engine step that names its blocks.
+    embeddings contain Python objects. This check makes the request fail early, before an engine step names its blocks.
     """
 
     lora: Lora | None = None
@@ -99,12 +99,12 @@ class ExtraKeys:
             check_text("cache_salt", self.cache_salt)
         if self.prompt_embeddings is not None and np.asarray(self.prompt_embeddings).dtype.hasobject:
             raise ValueError(
-                "prompt_embeddings contains Python objects, whose bytes are addresses; give an array of numbers"
+                "prompt_embeddings contains Python objects, whose bytes are memory addresses; give an array of numbers"
             )
 
     @property
     def end(self) -> int:
-        """Token position from which on no block has extra keys."""
+        """Token position at which the extra keys end: blocks that start there or later have none."""
         ends = [item.offset + item.num_tokens for item in self.multimodal]
         ends.append(0 if self.prompt_embeddings is None else len(self.prompt_embeddings))
         ends.append(0 if self.cache_salt is None else 1)
@@ -150,14 +150,15 @@ NO_EXTRA_KEYS = ExtraKeys()
 class BlockChain:
     """The block names of one growing token sequence: a prompt and the tokens generated after it.
 
-    `sha256`: one hash runs over the whole sequence. Its input is the root and then the token ids of each full block as
-    little-endian uint32; a block's name is the digest after the block. The root is derived from the algorithm and the
-    seed. A block with extra keys starts a new hash. Its input is a tag, the name of the parent (the block before), the
-    length of the keys, the keys, and then the tokens as before. The input is unambiguous: it begins with the tag or
-    with the root (which does not begin with the tag), every part has a fixed or a stated length, and the parent's name
-    identifies everything before the block.
+    `sha256`: one hash runs over the whole sequence. Its input is the root, followed by the token ids of each full block
+    as little-endian uint32. A block's name is the digest after the block. The root is derived from the algorithm and
+    the seed. A block with extra keys starts a new hash. Its input is a tag, the name of the parent (the block before),
+    the length of the keys, the keys, and then the tokens as before.
 
-    `sha256_cbor`: `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte the names of vLLM 0.33.
+    The input of `sha256` is unambiguous. It begins with the tag or with the root, and the root does not begin with the
+    tag. Every part has a fixed or a stated length. The parent's name identifies everything before the block.
+
+    `sha256_cbor`: a name is `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte as in vLLM 0.33.
     """
 
     def __init__(
@@ -184,9 +185,10 @@ class BlockChain:
         self._hasher = _sha256(self.root)
 
     def extend(self, token_ids: TokenIds) -> None:
-        """Name the blocks of *token_ids*, the whole sequence so far, that became full since the last call.
+        """Name the blocks that have become full since the last call. *token_ids* is the whole sequence so far.
 
-        A trailing partial block gets no name. Raises OverflowError, naming no block, if an id does not fit in 32 bits.
+        A partial block at the end gets no name. Raises OverflowError if an id does not fit in 32 bits; then no block is
+        named.
         """
         size, start, end = self.block_size, len(self.names), len(token_ids) // self.block_size
         self.token_ids = token_ids
@@ -198,8 +200,8 @@ class BlockChain:
     def cut(self, num_blocks: int) -> None:
         """Truncate the chain to its first *num_blocks* blocks, so that other tokens can follow.
 
-        The remaining names are kept: 131,072 tokens take 0.6 ms, and computing their names again would take 1.7 ms. A
-        chain made by `copy.copy` can be cut without changing the original.
+        The remaining names are kept. For 131,072 tokens this takes 0.6 ms, while computing the names again would take
+        1.7 ms. A chain made by `copy.copy` can be cut without changing the original.
         """
         self.names = self.names[:num_blocks]
         self._named_ids = self._named_ids[: num_blocks * self.block_size]
@@ -210,13 +212,14 @@ class BlockChain:
         self._hasher.update(self._named_ids[first * self.block_size :].tobytes())
 
     def parent(self, block_id: int) -> BlockName:
-        """Return the name of the block before *block_id*, or the root."""
+        """Return the name of the block before *block_id*; for the first block, the root."""
         return self.names[block_id - 1] if block_id else self.root
 
     def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
-        """Return the names of *blocks*, indices of blocks with *block_size* tokens each.
+        """Return the names of *blocks*, which are indices of blocks with *block_size* tokens each.
 
-        *block_size* is a multiple of the chain's block size. A block has the name of the chain's last block in it.
+        *block_size* is a multiple of the chain's block size. Each of the larger blocks has the name of the last block
+        of the chain in it.
         """
         step = block_size // self.block_size
         if step == 1:
@@ -228,7 +231,7 @@ class BlockChain:
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
     def continued_keys(self, start: int, end: int) -> list[bytes]:
-        """Return the `continued_key` of each of the blocks *start* to *end* - 1."""
+        """Return the `continued_key` of each block from *start* to *end* - 1."""
         num_keyed = max(start, self._num_keyed, 1)  # at least 1, because the first block's key is not a block name
         keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
@@ -293,5 +296,5 @@ def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
         # integer on all supported platforms.
         return np.frombuffer(array("I", token_ids), dtype="<u4")
     if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
-        raise OverflowError(f"token ids from {token_ids.min()} to {token_ids.max()}: give ids from 0 to 2**32 - 1")
+        raise OverflowError(f"token ids are {token_ids.min()} to {token_ids.max()}; give ids from 0 to 2**32 - 1")
     return np.ascontiguousarray(token_ids, dtype="<u4")

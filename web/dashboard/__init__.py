@@ -1,1 +1,1 @@
-"""The dashboard page, which shows which tiers prompt tokens came from, and why other tokens were computed."""
+"""The dashboard: a web page that shows which tiers prompt tokens were loaded from, and why others were recomputed."""

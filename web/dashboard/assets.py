@@ -1,4 +1,4 @@
-"""The static files of the page, which contain no data and need no key."""
+"""The static files of the dashboard page. They contain no data, so they need no API key."""
 
 import hashlib
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A static file."""
+    """A static file with its media type and its ETag."""
 
     content: bytes
     kind: str

@@ -1,4 +1,4 @@
-"""The dashboard's loop, which takes a sample once per second for the history and for viewers."""
+"""The dashboard's loop, which samples the server's state once per second, for the history and for viewers."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ _DIGITS = 6  # significant digits of numbers that are sent
 
 
 class NoSample(Exception):
-    """An error for a server that has no sample now. The message says why."""
+    """An error of a `Source` that has no data at the moment. The message says why."""
 
 
 class Source(Protocol):
-    """A source of samples of a server."""
+    """A source of the dashboard's data: the state of one server."""
 
     columns: tuple[str, ...]  # columns of the history
     about: Mapping[str, object]  # constant facts, for the page
@@ -40,14 +40,14 @@ class Source(Protocol):
         """Return the server's current state. Raise `NoSample` if there is none."""
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the facts that only viewers of *group*, such as a tenant, may see.
+        """Return the facts that only viewers of *group* may see. A group is, for example, a tenant.
 
         Raises `NoSample` if there are none now.
         """
 
 
 class Dashboard:
-    """A history and a stream that are fed from a source. `run` it as a task. Owned by the event loop."""
+    """The history and the live stream of samples from *source*. Start `run` as a task. Owned by the event loop."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Dashboard:
         self.stream.begin_with(event("hello", about))
 
     async def run(self) -> None:
-        """Take a sample each second until `end`, then save the history."""
+        """Take a sample each second until `end` is called, then save the history."""
         reading = asyncio.create_task(self._read())
         try:
             with suppress(NoSample):  # the base from which the first rates are computed
@@ -89,12 +89,12 @@ class Dashboard:
         await self._keeper.close(self.history)
 
     def end(self) -> None:
-        """End all streams now, and `run` soon."""
+        """End the streams of all viewers at once. `run` returns soon afterwards."""
         self._has_ended.set()
         self.stream.end()
 
     async def tick(self) -> None:
-        """Take one sample, and send it to the history and to viewers."""
+        """Take one sample, add it to the history, and send it to the viewers."""
         at = self.wall()
         try:
             sample = await self.source.sample(at, self._monotonic())
@@ -113,10 +113,9 @@ class Dashboard:
         self._num_ticks += 1
 
     def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
-        """Fill in the seconds missed before *at* with the mean rates, which are in *row*. Levels stay unknown.
+        """Fill seconds without a sample before *at* with the rates in *row*, which are means over that time.
 
-        Returns:
-            The fields of a tick that describe the missed seconds: their number and their row. Empty if none was missed.
+        Levels stay unknown. Returns fields for the `tick` event: the number of these seconds, and their row.
         """
         before, self._sampled_at = self._sampled_at, at
         num_missed = 0 if before is None else int(at) - int(before) - 1

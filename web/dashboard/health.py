@@ -1,4 +1,4 @@
-"""Health conditions of a server, each with a state and a sentence that says what to do."""
+"""The health of a server's components: for each one a state, and a text that explains it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A component and its state."""
+    """The health of one component (*thing*)."""
 
     thing: str
     state: HealthState
@@ -32,7 +32,7 @@ class Condition:
 
 
 def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of the store, its reads and writes, and the drive, or nothing without a disk."""
+    """Yield the conditions of the disk tier: its store, reads and writes, and the drive. Empty without a disk tier."""
     if store is not None:
         yield _store(store)
     if disk is None:
@@ -47,7 +47,7 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
 
 
 def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of the remote tier, or nothing without one."""
+    """Yield the conditions of the remote tier. Empty without a remote tier."""
     if remote is None:
         return
     doing = {"ask": "lookups", "read": "reading", "write": "writing"}
@@ -56,14 +56,14 @@ def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
 
 
 def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]:
-    """Yield the conditions for damaged and lost blocks in each tier."""
+    """Yield conditions for the tiers in which blocks were damaged, or evicted before they were copied down."""
     for tier, found in tiers.items():
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)
             text = f"{_blocks(damaged)} failed verification since the start ({causes}); their tokens were recomputed"
             yield Condition(f"{tier} blocks", HealthState.WATCH, text)
         if found.dropped_spills and tier is not Tier.DISK:
-            text = f"{_blocks(found.dropped_spills)} evicted before the tier below had a copy"
+            text = f"{_blocks(found.dropped_spills)} evicted before they were copied to a lower tier"
             yield Condition(f"{tier} spills", HealthState.WATCH, text)
 
 

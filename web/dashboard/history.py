@@ -1,4 +1,4 @@
-"""A history of rows of numbers over time, in several resolutions and of constant size."""
+"""The dashboard's history: rows of numbers over time, in several resolutions and of constant size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from kvtier.web.dashboard.sample import Row
 
 
 class Resolution(NamedTuple):
-    """A number of rows and the seconds that each row covers."""
+    """A resolution of the history: the seconds that each row covers, and the number of rows."""
 
     step_s: int
     num_rows: int
@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.float32]  # [num_rows, num_columns]
 
 
 class Place(NamedTuple):
-    """The position of a row: the index of its ring, and its index in the ring."""
+    """The position of a row in a history: the index of the row's ring, and the row's index in that ring."""
 
     ring: int
     line: int
@@ -52,7 +52,7 @@ class Stretch:
 
 
 class Ring:
-    """The newest rows of one resolution. Each time step has a fixed index, so rows never move."""
+    """A ring buffer of the newest rows of one resolution. Rows are never moved."""
 
     def __init__(self, resolution: Resolution, num_columns: int) -> None:
         self.resolution = resolution
@@ -60,7 +60,7 @@ class Ring:
         self.rows = np.full((resolution.num_rows, num_columns), np.nan, np.float32)
 
     def stamp(self, at: float) -> int:
-        """Return the time step that contains *at*."""
+        """Return the number of the time step that contains *at*, counted from the Unix epoch."""
         return int(at // self.resolution.step_s)
 
     def put(self, stamp: int, row: Row) -> int:
@@ -71,7 +71,7 @@ class Ring:
         return index
 
     def last(self, num_steps: int, until: int) -> Rows:
-        """Return the rows of the last *num_steps* time steps up to *until*, oldest first."""
+        """Return the rows of the last *num_steps* time steps up to *until*, oldest first. Missing rows are NaN."""
         wanted = np.arange(until - num_steps + 1, until + 1)
         places = wanted % self.resolution.num_rows
         found: Rows = self.rows[places].copy()
@@ -100,7 +100,10 @@ class _Mean:
 
 
 class History:
-    """A ring for each resolution, with the set of rows that are not yet saved. Owned by the event loop."""
+    """The rows of a dashboard's history: a ring buffer for each resolution. Owned by the event loop.
+
+    It also records which rows are not yet saved to the history's file.
+    """
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self.columns = tuple(columns)
@@ -119,10 +122,8 @@ class History:
     def take_in(self, earlier: "History", now: float) -> int:
         """Copy the rows of an *earlier* history into empty rows of this one, matching columns by name.
 
-        Rows later than *now* are left out, because a clock must have been wrong.
-
-        Returns:
-            Number of seconds that the copied rows cover, in the finest resolution whose ring they do not fill.
+        Rows later than *now* come from a wrong clock and are not copied. Returns approximately how many seconds the
+        copied rows cover.
         """
         self.num_changes += 1
         taken_s, is_full = 0, True
@@ -145,7 +146,10 @@ class History:
         return taken_s
 
     def stretch(self, seconds: float, now: float) -> Stretch:
-        """Return the last *seconds* in the finest resolution that covers them, else in the coarsest."""
+        """Return the rows of the last *seconds*, in the finest resolution that reaches back so far.
+
+        If none does, the coarsest resolution is used.
+        """
         ring = next((each for each in self.rings if each.resolution.span_s >= seconds), self.rings[-1])
         step_s, until = ring.resolution.step_s, ring.stamp(now)
         num_steps = min(ring.resolution.num_rows, max(1, int(seconds // step_s)))

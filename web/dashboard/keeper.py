@@ -1,4 +1,4 @@
-"""Persistence of a history in a file, in a thread that the server never waits for long."""
+"""Saving of the dashboard's history to a file, in threads, so that a slow disk does not delay the server."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class Keeper(Protocol):
-    """Storage for a history: a file (`HistoryKeeper`), or nothing (`NoKeeper`). Owned by the event loop."""
+    """Storage for a history: a file (`HistoryKeeper`), or no storage (`NoKeeper`). Owned by the event loop."""
 
     async def read(self) -> History | None:
-        """Return the history that was kept, or None if none can be read."""
+        """Return the history that an earlier process saved, or None if it cannot be read."""
 
     def save(self, history: History) -> None:
         """Start saving the new rows of the history. Return at once."""
@@ -36,7 +36,10 @@ class Keeper(Protocol):
 
 
 def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | None:
-    """Return the path of the history's file: as configured, else next to the store's folder, else None (no [disk])."""
+    """Return the configured path of the history's file, else a path next to the disk store's folder.
+
+    Returns None, for no file, if neither the path nor [disk] is configured.
+    """
     if dashboard.path is not None:
         return Path(dashboard.path)
     if disk is None:
@@ -46,7 +49,7 @@ def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | 
 
 
 def keeper_of(columns: Sequence[str], path: Path | None) -> Keeper:
-    """Return a keeper for histories with these columns in file *path*, or a `NoKeeper` if *path* is None."""
+    """Return a keeper that saves a history with these columns to *path*, or a `NoKeeper` if *path* is None."""
     return NoKeeper() if path is None else HistoryKeeper(path, Shape(columns, RESOLUTIONS))
 
 
@@ -64,10 +67,10 @@ class NoKeeper:
 
 
 class HistoryKeeper:
-    """A keeper that reads and writes a `RingFile`, one call at a time.
+    """A keeper that saves the history to a `RingFile`.
 
-    The server does not wait for these calls. So a disk that hangs, is full or cannot be written costs only the saved
-    history and one log line.
+    Threads read and write the file, one call at a time, and the server does not wait for them. So if the disk hangs, is
+    full or cannot be written, only the saved history is lost, with one line in the log.
     """
 
     def __init__(self, path: Path, shape: Shape, open_file: Callable[[Path, Shape], RingFile] = RingFile) -> None:
@@ -95,7 +98,7 @@ class HistoryKeeper:
         return None
 
     def save(self, history: History) -> None:
-        """Start writing the new rows. While an earlier write is in progress, keep them for the next call."""
+        """Start writing the new rows. If an earlier write is in progress, the new rows wait for the next call."""
         if self._has_failed:
             return
         self._unsaved |= history.take_unsaved()
@@ -112,7 +115,7 @@ class HistoryKeeper:
     async def close(self, history: History) -> None:
         """Write the new rows and close the file.
 
-        Waits at most `CLOSE_S` for a call in progress, and at most `CLOSE_S` for the last write.
+        Waits at most `CLOSE_S` for a read or write in progress, and at most `CLOSE_S` for the last write.
         """
         await self._wait()
         self.save(history)

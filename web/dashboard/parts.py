@@ -1,4 +1,7 @@
-"""The parts of a sample that engines and sidecars share, taken from the same statistics as `/metrics`."""
+"""The data that the dashboards of engines and sidecars share, taken from the same statistics as `/metrics`.
+
+The functions `..._totals` and `..._levels` return numbers by column of the history, and `..._facts` JSON values.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,24 +24,24 @@ Numbers = dict[str, float]
 
 
 def token_columns() -> tuple[str, ...]:
-    """Return the columns of `token_totals`."""
+    """Return the names of the columns that `token_totals` returns."""
     return (*(f"tokens.{source}" for source in SOURCES), *(f"reason.{reason}" for reason in Reason))
 
 
 def token_totals(tokens: TokenBalance) -> Numbers:
-    """Return the numbers of prompt tokens from each tier, and of computed tokens by reason."""
+    """Return the numbers of prompt tokens loaded from each tier, and of recomputed tokens by reason."""
     totals: Numbers = {f"tokens.{source}": getattr(tokens, source) for source in SOURCES}
     return totals | {f"reason.{reason}": tokens.reasons.get(reason, 0) for reason in Reason}
 
 
 def tier_columns(tier: Tier) -> tuple[str, ...]:
-    """Return the columns of `tier_totals` and `tier_levels`."""
+    """Return the names of the columns that `tier_totals`, `tier_levels` and `RecentAges` return."""
     names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "leased", "dirty", "age")
     return tuple(f"tier.{tier}.{name}" for name in names)
 
 
 def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
-    """Return the numbers of blocks evicted, dropped and damaged in the tier since the start."""
+    """Return the numbers of the tier's evicted, dropped (evicted without a copy) and damaged blocks since the start."""
     return {
         f"tier.{tier}.evicted": statistics.num_evicted,
         f"tier.{tier}.dropped": statistics.dropped_spills,
@@ -57,13 +60,13 @@ def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 
 class RecentAges:
-    """The median age of the blocks that each tier has evicted in the last ten minutes."""
+    """The median age, at eviction, of the blocks that each tier has evicted in the last ten minutes."""
 
     def __init__(self) -> None:
         self._recent = {tier: RecentValues(AGES_WINDOW_S) for tier in Tier}
 
     def levels(self, monotonic_s: float, tiers: Mapping[Tier, TierStatistics]) -> Numbers:
-        """Return the ages in seconds, for tiers that have evicted blocks."""
+        """Return the median age in seconds, for each tier that has evicted blocks in that time."""
         ages = {
             tier: quantile(self._recent[tier].since(monotonic_s, found.eviction_ages), 0.5)
             for tier, found in tiers.items()
@@ -72,12 +75,12 @@ class RecentAges:
 
 
 def lane_columns(lane: str) -> tuple[str, ...]:
-    """Return the columns of `lane_totals` and `lane_levels`."""
+    """Return the names of the columns that `lane_totals` and `lane_levels` return."""
     return tuple(f"lane.{lane}.{name}" for name in ("bytes", "seconds", "failed", "pending", "pending_bytes"))
 
 
 def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the copies that the lane has done since the start: their bytes, seconds and failures."""
+    """Return the bytes, seconds and failures of the transfers that the lane has finished since the start."""
     return {
         f"lane.{lane}.bytes": statistics.num_bytes,
         f"lane.{lane}.seconds": statistics.seconds,
@@ -86,17 +89,17 @@ def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
 
 
 def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the number and bytes of the copies that are queued or in flight in the lane."""
+    """Return the number and bytes of the transfers that are queued or in flight in the lane."""
     return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
 
 
 def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
-    """Return the columns of `what_if_levels`."""
+    """Return the names of the columns that `what_if_levels` returns."""
     return tuple(f"what_if.{tier}.{size:g}" for tier in tiers for size in SIZES)
 
 
 def what_if_levels(ratios: HitRatios) -> Numbers:
-    """Return the estimated hit ratios of each tier and the faster tiers together, for several sizes of that tier."""
+    """Return estimated hit ratios: for several sizes of each tier, that of this tier and all faster tiers together."""
     return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
 
 
@@ -128,7 +131,7 @@ def _breaker_facts(store: DiskStatistics | RemoteStatistics) -> list[dict[str, o
 
 
 def disk_facts(disk: DiskStatistics) -> dict[str, object]:
-    """Return the facts that only a disk tier has."""
+    """Return the state of the disk tier that other tiers lack, such as its write budget."""
     life = None
     if disk.life is not None:
         years = disk.life.years_left
@@ -145,7 +148,7 @@ def disk_facts(disk: DiskStatistics) -> dict[str, object]:
 
 
 def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
-    """Return the facts that only a remote tier has."""
+    """Return the state of the remote tier that other tiers lack, such as its requests."""
     return {
         "where": remote.where,
         "known_blocks": remote.known_blocks,
@@ -175,7 +178,7 @@ def store_facts(store: StoreStanding) -> dict[str, object]:
 
 
 def record_facts(record: RequestRecord) -> dict[str, object]:
-    """Return one request, with its tokens by tier and its computed tokens by reason."""
+    """Return the data of one request, with its prompt tokens by tier and its recomputed tokens by reason."""
     return {
         "id": record.request_id,
         "tenant": record.tenant,

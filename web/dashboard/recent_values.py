@@ -1,4 +1,4 @@
-"""Recent values of a cumulative histogram."""
+"""Histograms of recent values, computed from a cumulative histogram."""
 
 from collections import deque
 
@@ -8,14 +8,17 @@ EVERY_S = 5.0
 
 
 class RecentValues:
-    """A sliding window over a cumulative histogram, which keeps a snapshot every `EVERY_S` seconds over *window_s*."""
+    """A histogram of the values of the last *window_s* seconds, computed from a cumulative histogram.
+
+    A snapshot of the cumulative histogram is kept every `EVERY_S` seconds, and the oldest one is subtracted.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._kept: deque[tuple[float, HistogramStatistics]] = deque()
 
     def since(self, now_s: float, histogram: HistogramStatistics) -> HistogramStatistics:
-        """Return the counts of the last *window_s*, or since the first call. *now_s* is a monotonic time."""
+        """Return the histogram of the last *window_s* seconds, or since the first call. *now_s* is a monotonic time."""
         kept = self._kept
         if not kept or now_s - kept[-1][0] >= EVERY_S:
             kept.append((now_s, histogram))
@@ -29,7 +32,7 @@ class RecentValues:
 def quantile(histogram: HistogramStatistics, share: float) -> float | None:
     """Return the quantile *share*, interpolated within its bucket, or None if there are no values.
 
-    Values above all bounds count as the last bound.
+    A value above the last bound counts as equal to that bound.
     """
     left = share * histogram.num_values
     if not histogram.num_values:

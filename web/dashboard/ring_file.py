@@ -1,4 +1,4 @@
-"""The file format of a history. Rows are written in place, each with a checksum."""
+"""The file that the dashboard's history is saved to. Rows are written in place, each with a checksum."""
 
 import fcntl
 import json
@@ -26,7 +26,7 @@ class BadFile(ValueError):
 
 
 class Shape:
-    """The layout of a file for a history with these columns and resolutions."""
+    """The layout of a history's file, which follows from the columns and resolutions of the history."""
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution]) -> None:
         self.columns, self.resolutions = tuple(columns), tuple(resolutions)
@@ -41,7 +41,7 @@ class Shape:
 
     @classmethod
     def read(cls, content: bytes) -> Self:
-        """Return the shape that is described in a file's header. Raise `BadFile` if the header is invalid."""
+        """Return the layout that a file's header describes. Raise `BadFile` if the header is invalid."""
         try:
             magic, num_bytes, crc = _HEAD.unpack_from(content)
             text = content[_HEAD.size : _HEAD.size + num_bytes]
@@ -90,9 +90,11 @@ class RingFile:
     """A history file, locked while it is open. Owned by the thread that calls it. Every call may block on the disk."""
 
     def __init__(self, path: Path, shape: Shape) -> None:
-        """Open the file, or create one. Raise BlockingIOError if another process has it open.
+        """Open the file, or create it if there is none.
 
-        Raises OSError if it cannot be opened, belongs to another user or is a link.
+        Raises:
+            BlockingIOError: Another process has the file open.
+            OSError: The file cannot be opened, belongs to another user, or is a link.
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._shape = shape
@@ -104,9 +106,10 @@ class RingFile:
             raise
 
     def read(self) -> tuple[History, int]:
-        """Return the history in the file and the number of damaged rows. Raise `BadFile` if it was not a history.
+        """Return the history in the file, empty for a new file, and the number of damaged rows.
 
-        If the file was not a history or had another shape, it is first replaced by an empty history of this shape.
+        A file with other content or another layout is overwritten with an empty history of this layout. A history of
+        another layout is still returned. Raises `BadFile` if the content was not a history.
         """
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         is_new = not content
@@ -117,7 +120,7 @@ class RingFile:
         return Shape.read(content).decoded(content)
 
     def write(self, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Write rows at their offsets."""
+        """Write rows, given as pairs of an offset and the row's bytes."""
         for offset, content in rows:
             os.pwrite(self._file, content, offset)
 
@@ -134,7 +137,7 @@ class RingFile:
         self.close()
 
     def _begin(self) -> None:
-        """Make the file an empty history. The header is written last, so that a crash leaves no partial history."""
+        """Replace the content by an empty history. The header is written last, so a crash leaves no partial history."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, self._shape.num_bytes)
         os.pwrite(self._file, self._shape.header, 0)

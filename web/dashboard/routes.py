@@ -1,4 +1,4 @@
-"""The routes of the page's data: the live stream, the history, and downloads of the history."""
+"""The HTTP routes of the dashboard's data: the live stream, the history, and downloads of the history."""
 
 import csv
 import io
@@ -40,7 +40,10 @@ class HistoryStretch(msgspec.Struct, frozen=True):
 
 
 class DashboardRoutes:
-    """The handlers of a dashboard's routes. *group_of* returns a request's viewer group. Owned by the event loop."""
+    """The handlers of a dashboard's routes. Owned by the event loop.
+
+    *group_of* returns the group of viewers, such as a tenant, that the sender of a request belongs to.
+    """
 
     def __init__(self, dashboard: Dashboard, group_of: GroupOf) -> None:
         self._dashboard = dashboard
@@ -49,7 +52,7 @@ class DashboardRoutes:
         self._made: tuple[tuple[float, int, int], bytes] = ((0.0, 0, 0), b"")
 
     def routes(self) -> list[BaseRoute]:
-        """Return the routes. Access is checked before they are reached."""
+        """Return the routes. They do not check access, so the server must do that first."""
         answers = (self._stream, self._history, self._csv, self._json)
         return [Route(path, answer) for path, answer in zip((STREAM, HISTORY, *DOWNLOADS), answers, strict=True)]
 
@@ -80,7 +83,7 @@ class DashboardRoutes:
 
 
 class _Watching(Response):
-    """The live stream to one viewer, until it disconnects or the server stops."""
+    """A response that streams events to one viewer, until the viewer disconnects or the server stops."""
 
     def __init__(self, dashboard: Dashboard, group: str | None) -> None:
         super().__init__(headers=_HEADERS | {"X-Accel-Buffering": "no"}, media_type="text/event-stream")
@@ -88,7 +91,7 @@ class _Watching(Response):
         self._group = group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Raise `ApiError` 503 if there are too many viewers."""
+        """Send the events. Raise `ApiError` 503 if the maximum number of viewers is already connected."""
         try:
             with self._dashboard.stream.viewer(self._group) as events:
                 await while_connected(receive, self._send_all(events, in_time(send)))
@@ -107,7 +110,7 @@ class _Watching(Response):
 
 
 def as_json(stretch: Stretch) -> bytes:
-    """Return the stretch by column as JSON, without columns whose values are all unknown."""
+    """Return *stretch* as JSON, column by column, without columns whose values are all unknown."""
     by_column = zip(stretch.columns, stretch.rows.T, strict=True)
     values = {column: plain(known) for column, known in by_column if np.isfinite(known).any()}
     answer = HistoryStretch(step_s=stretch.step_s, start=stretch.start, rows=len(stretch.rows), columns=values)
@@ -115,7 +118,7 @@ def as_json(stretch: Stretch) -> bytes:
 
 
 def as_csv(stretch: Stretch) -> bytes:
-    """Return the stretch as CSV with a header line, without rows whose values are all unknown."""
+    """Return *stretch* as CSV with a header line, without rows whose values are all unknown."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["time", *stretch.columns])
@@ -133,5 +136,5 @@ def _range(request: Request) -> float:
     except ValueError:
         seconds = math.nan
     if not 1 <= seconds <= 366 * 86_400:
-        raise ApiError(400, f"range {(text or '')[:32]!r}: give seconds, such as 600", param="range")
+        raise ApiError(400, f"range {(text or '')[:32]!r}: give a number of seconds, such as 600", param="range")
     return seconds

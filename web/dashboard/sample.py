@@ -1,4 +1,4 @@
-"""A sample of a server's state at one moment: numbers that are kept, and facts that are only shown."""
+"""A sample of a server's state at one moment: numbers for the history, and facts that are only sent to viewers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Row = npt.NDArray[np.float64]  # [num_columns], NaN for unknown values
 class Sample:
     """The state of a server at one moment.
 
-    *totals* are counts since the start and *levels* are current values, both by column. *facts* are JSON values for
-    viewers and are not kept.
+    *totals* are counts since the start and *levels* are current values, both by column of the history. *facts* are JSON
+    values for viewers and do not go into the history.
     """
 
     at: float  # in seconds since the Unix epoch
@@ -24,13 +24,13 @@ class Sample:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def values(self, columns: Sequence[str]) -> Row:
-        """Return totals and levels in the order of the *columns*."""
+        """Return the totals and levels in the order of *columns*, and NaN for columns without a value."""
         both = {**self.totals, **self.levels}
         return np.array([both.get(column, np.nan) for column in columns], np.float64)
 
 
 class Rates:
-    """A converter of samples to rows of a history, with levels unchanged and totals as rates per second."""
+    """A converter of samples to rows of the history. Levels stay unchanged, and totals become rates per second."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = tuple(columns)
@@ -45,8 +45,8 @@ class Rates:
     def row(self, sample: Sample) -> Row:
         """Return the row of *sample*.
 
-        A rate is NaN in the first row, and after a total has decreased because its counter was reset. Rates are per
-        whole second, so that the rates of all seconds add up to the total.
+        A rate is NaN in the first row, and when the total has decreased because its counter was reset. The time since
+        the last sample is rounded to whole seconds, so that the rates of all seconds add up to the total.
         """
         before, self._before = self._before, sample
         row = np.array([sample.levels.get(column, np.nan) for column in self._columns], np.float64)

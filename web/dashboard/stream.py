@@ -1,4 +1,4 @@
-"""The stream of events that is sent to all viewers of the page each second."""
+"""The live stream of events to all viewers of the dashboard page."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +10,7 @@ GONE = b": the server ends\n\n"
 
 
 class TooManyViewers(Exception):
-    """An error for a viewer that exceeds the limit on viewers."""
+    """An error for a new viewer when the maximum number of viewers is already connected."""
 
 
 def event(name: str, content: object) -> bytes:
@@ -19,10 +19,10 @@ def event(name: str, content: object) -> bytes:
 
 
 class Stream:
-    """Events for any number of viewers, encoded once. Owned by the event loop.
+    """A stream of events to all viewers, each encoded only once. Owned by the event loop.
 
-    Nothing is queued, so a slow viewer gets the newest event next and misses those in between. Some events go only to
-    the viewers of one group, such as a tenant's own requests.
+    Events are not queued: a slow viewer misses some events and gets the newest one next. Some events go only to the
+    viewers of one group, for example a tenant's requests only to that tenant.
     """
 
     def __init__(self, max_viewers: int) -> None:
@@ -47,7 +47,7 @@ class Stream:
 
     @property
     def unsent_groups(self) -> tuple[str | None, ...]:
-        """Groups that have viewers and were sent no event of their own yet."""
+        """Groups that have viewers but to which `publish_to` has not sent an event yet."""
         return tuple(group for group in self._groups if group not in self._own)
 
     def begin_with(self, first: bytes) -> None:
@@ -60,7 +60,7 @@ class Stream:
         self._tell()
 
     def publish_to(self, group: str | None, latest: bytes) -> None:
-        """Send *latest* to all viewers of a group, unless it equals the previous event."""
+        """Send *latest* to all viewers of a group, unless it equals the previous event for that group."""
         if group in self._groups and self._own.get(group, (0, b""))[1] != latest:
             self._own[group] = (self._number + 1, latest)
             self._tell()
@@ -72,7 +72,7 @@ class Stream:
 
     @contextmanager
     def viewer(self, group: str | None) -> Iterator[AsyncIterator[bytes]]:
-        """Return the events for a new viewer, as a context manager. Raise `TooManyViewers` above the limit."""
+        """Register a viewer while the context lasts, and return its events. Raise `TooManyViewers` above the limit."""
         if self.num_viewers >= self._max_viewers:
             raise TooManyViewers(f"{self._max_viewers} viewers are connected; close a page, or raise max_viewers")
         self._groups[group] = self._groups.get(group, 0) + 1

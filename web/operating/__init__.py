@@ -1,1 +1,1 @@
-"""Operators' verbs, such as reset and pin, which act on a running server, with access control and an audit log."""
+"""Verbs: commands of operators to a running server, such as reset and pin, with access control and an audit log."""

@@ -19,7 +19,7 @@ log = logging.getLogger(LOGGER)
 
 
 class _OwnFile(RotatingFileHandler):
-    """A rotating log file that only its owner can access. Links and files of other users are never written to."""
+    """A rotating log file that only its owner can access. Links and files of other users are refused."""
 
     def _open(self) -> TextIOWrapper:
         file = open_private(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -27,10 +27,10 @@ class _OwnFile(RotatingFileHandler):
 
 
 class AuditLog:
-    """A log of each verb with its operator, arguments, outcome and request ids, but without prompts or salts.
+    """A log of the operators' requests: operator, verb, arguments, outcome and request ids, but no prompt or salt.
 
-    The lines go to the logger `kvtier.audit`, independent of the level of other loggers, and to a file if one is
-    configured. Owned by one event loop.
+    The lines go to the logger `kvtier.audit`, independent of other loggers' levels, and to a file if one is configured.
+    Owned by one event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AuditLog:
                 raise OSError(why) from error
 
     def write(self, who: str | None, verb: str, arguments: Mapping[str, object], outcome: Mapping[str, object]) -> None:
-        """Write a line about a verb. *who* is the operator's name, or None if the token is unknown."""
+        """Write a line about one request. *who* is the operator's name, or None if the token is unknown."""
         now = self._clock()
         seconds, milliseconds = divmod(round(now * 1000), 1000)
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z"

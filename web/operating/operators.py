@@ -13,15 +13,15 @@ REFUSED_S = 60.0  # min time between two lines of the audit log about wrong toke
 
 
 class Operators:
-    """The operators' names by digests of their tokens, which must not be API keys."""
+    """The operators and their tokens, which authorize requests. Only digests of the tokens are kept."""
 
     def __init__(self, tokens: ApiKeys) -> None:
-        """Create the operators. *tokens* has the name of an operator for each token."""
+        """Create the operators. *tokens* maps each token to an operator's name, as API keys are mapped to tenants."""
         self._tokens = tokens
 
     @classmethod
     def of(cls, file: str | None, environment: Mapping[str, str]) -> "Operators | None":
-        """Return the operators in *file*, or the one whose token is in *environment*, or None if neither is given.
+        """Return the operators in *file*, or the operator whose token is in *environment*, or None without either.
 
         Raises ValueError if both are given, if a token is invalid, or if *file* is unusable.
         """
@@ -38,21 +38,21 @@ class Operators:
             raise ValueError(f"{TOKEN}: {error}") from None
 
     def refuse_keys_of(self, keys: ApiKeys | None) -> None:
-        """Raise ValueError if a token is also an API key, because then a client would be an operator."""
+        """Raise ValueError if a token is also an API key, because then a client could act as an operator."""
         if keys is not None and self._tokens.digests & keys.digests:
             raise ValueError("an operator's token is an API key too; make another token with openssl rand -hex 32")
 
     def name_of(self, authorization: str) -> str | None:
         """Return the operator whose token is in the header *authorization*, or None.
 
-        Takes the same time for all tokens, so that the time does not help to guess one.
+        Takes the same time for all tokens, so that response times do not help to guess a token.
         """
         scheme, _, token = authorization.partition(" ")
         return self._tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
 
 
 class RefusedTokens:
-    """A counter of wrong tokens that are not yet in the audit log. Owned by the event loop."""
+    """A counter of requests with a wrong token, for the audit log. Owned by the event loop."""
 
     def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._audit = audit
@@ -61,9 +61,9 @@ class RefusedTokens:
         self._told_at = float("-inf")
 
     def note(self) -> None:
-        """Count a wrong token, and write the count to the audit log if it is time for a line.
+        """Count a request with a wrong token. Write the count to the audit log at most once per `REFUSED_S` seconds.
 
-        Lines are rate-limited, so that a client cannot rotate all other lines out of the log.
+        Without this limit, a client could fill the log and so push out all other lines.
         """
         self._num_refused += 1
         if self._clock() >= self._told_at + REFUSED_S:

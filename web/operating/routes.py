@@ -19,7 +19,7 @@ BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a mil
 
 
 class Operating:
-    """The handler of verbs for one server, which logs each verb and its outcome. Owned by the event loop."""
+    """The handler of operators' requests to a server, which logs each one in the audit log. Owned by the event loop."""
 
     def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
@@ -27,7 +27,7 @@ class Operating:
         self._refused = RefusedTokens(audit, clock)
 
     async def answer(self, request: Request, operated: Operated) -> Response:
-        """Carry out the verb in the request's path and return the response. Raise `ApiError` if it fails."""
+        """Carry out the verb in the request's path on the server *operated*. Raise `ApiError` if that fails."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:

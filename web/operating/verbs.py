@@ -1,4 +1,4 @@
-"""The operators' verbs with their arguments, and the protocol that a server implements to carry them out."""
+"""The verbs (commands of operators) with their arguments, and the protocol of servers that carry them out."""
 
 import asyncio
 import hashlib
@@ -25,23 +25,23 @@ Answer = dict[str, object]
 
 
 async def until_done(go_on: Callable[[], Awaitable[bool]]) -> None:
-    """Call *go_on* until it returns True. Each call makes the tiers' thread do the next part of a verb's work."""
+    """Call *go_on* until it returns True. Each call does one part of a verb's work on the thread of the tiers."""
     while not await go_on():
         await asyncio.sleep(PAUSE_S)
 
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request of an operator."""
+    """An operator's command. Its fields are the arguments."""
 
     def told(self) -> Answer:
-        """Return the given arguments for the audit log: names and numbers, but no prompt and no salt."""
+        """Return the arguments to write to the audit log: names and numbers, but no prompt and no salt."""
         return {name: value for name, value in msgspec.to_builtins(self).items() if value not in (None, False)}
 
 
 class Reset(Verb, frozen=True, kw_only=True):
     """A verb that evicts blocks from all tiers but the remote tier.
 
-    The blocks are those of a *tenant*, those of the *namespace* with this hexadecimal prefix, or *all*.
+    The blocks are those of a *tenant*, those of the *namespace* whose name begins with the given digits, or *all*.
     """
 
     tenant: _Text | None = None
@@ -50,7 +50,7 @@ class Reset(Verb, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.tenant is not None) + (self.namespace is not None) + self.all != 1:
-            raise ValueError("tenant: give one of tenant, namespace and all")
+            raise ValueError("tenant: give exactly one of tenant, namespace and all")
         if self.namespace is not None and re.fullmatch("[0-9a-f]{2,32}", self.namespace) is None:
             raise ValueError("namespace: give the beginning of its name, 2 to 32 hexadecimal digits")
 
@@ -66,11 +66,11 @@ class Evict(Verb, frozen=True, kw_only=True):
         if (self.bytes is None) == (self.blocks is None):
             raise ValueError("bytes: give either bytes or blocks")
         if self.bytes is not None and not self.num_bytes:
-            raise ValueError("bytes: 0 evicts nothing; give more")
+            raise ValueError("bytes: 0 bytes would evict nothing; give more")
 
     @property
     def num_bytes(self) -> int | None:
-        """Number of bytes to evict, or None if blocks are counted."""
+        """Number of bytes to evict, or None if a number of blocks is given."""
         if self.bytes is None:
             return None
         try:
@@ -80,7 +80,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies all blocks without a copy in a lower tier down, and waits up to *seconds* for the copies."""
+    """A verb that copies the blocks that lower tiers lack to a lower tier, and waits up to *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 
@@ -88,8 +88,8 @@ class Spill(Verb, frozen=True, kw_only=True):
 class Pin(Verb, frozen=True, kw_only=True):
     """A verb that keeps the cached blocks of a prompt in host memory for *seconds*.
 
-    *model* is a model or adapter that is served, or the model of an attached engine. *tenant* and *salt* are those of
-    the requests that use the prompt.
+    *model* is a model or adapter of this server, or the model of an engine that is attached to this sidecar. *tenant*
+    and *salt* must be those of the requests that use the prompt.
     """
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
@@ -105,7 +105,7 @@ class Pin(Verb, frozen=True, kw_only=True):
 
     @property
     def pin_id(self) -> str:
-        """Name of the pin, which is always the same for the same prompt, model, tenant and salt."""
+        """Name of the pin. It is the same for all pins with the same prompt, model, tenant and salt."""
         content = [self.model, self.tenant, self.salt, self.prompt, self.token_ids]
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
@@ -122,16 +122,16 @@ class Unpin(Verb, frozen=True, kw_only=True):
 
 
 class Check(Verb, frozen=True, kw_only=True):
-    """A verb that verifies the bookkeeping of all tiers.
+    """A verb that verifies that the records of all tiers are consistent.
 
-    Requests have to wait for the check, so it is refused while there are requests, unless *now* is set.
+    Requests have to wait for the check. So it is refused while requests are running, unless *now* is set.
     """
 
     now: bool = False
 
 
 class LogLevel(Verb, frozen=True, kw_only=True):
-    """A verb that sets the *level* of the *logger* `kvtier` or of a part of it."""
+    """A verb that sets the *level* of a *logger*: `kvtier`, or a part of it such as `kvtier.tiers`."""
 
     level: Literal["debug", "info", "warning", "error"]
     logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"

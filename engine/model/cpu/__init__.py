@@ -1,4 +1,4 @@
-"""Fast paths of models on a CPU: attention of single tokens over the blocks in place, and packed linear layers.
+"""Faster code for models on a CPU: attention of single tokens without copying KV blocks, and packed linear layers.
 
 Code that also runs on other devices does not belong here.
 """

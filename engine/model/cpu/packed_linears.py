@@ -1,7 +1,7 @@
 """PackedLinears: a model's linear layers on a CPU, computed by oneDNN from reordered copies of their weights.
 
-A product of 32 rows takes two thirds of the time of torch's own product, which packs the weights again in every call. A
-product of 512 rows takes nine tenths (bench/engine/decoding.py). Only the order of the sums differs.
+torch's own linear layer reorders its weights in every call. A packed layer takes two thirds of its time for an input of
+32 rows, and nine tenths for 512 rows (bench/engine/decoding.py). Results differ only in the order of the sums.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ MAX_MEMORY_SHARE = 1 / 8  # of the available memory, for all copies of a model
 class PackedLinear:
     """A replacement for the `forward` of one linear layer.
 
-    Checks for changes of the model recognize it by its class, and report any other `forward` that was replaced.
+    The code that detects changes of the model allows this class, and reports every other replacement.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -39,14 +39,14 @@ class PackedLinear:
 
 
 class PackedLinears:
-    """The packed layers of one model, owned by its runner."""
+    """The packed copies of a model's linear layers, which make its forward passes on a CPU faster."""
 
     def __init__(self, model: PreTrainedModel, available_bytes: int) -> None:
         """Pack the layers of *model* that can be packed.
 
-        No layer is packed if the copies would take too much of the *available_bytes*, if the model is on another
-        device, or if this torch has no oneDNN. A layer is left out if its packed form fails or gives a wrong result on
-        this processor. For example, oneDNN packs bfloat16 only with AVX-512 or AVX-NE-CONVERT.
+        Pack none if the copies would take more than `MAX_MEMORY_SHARE` of *available_bytes*, if the model is not on a
+        CPU, or if torch has no oneDNN. Leave out layers whose packed form fails or gives a wrong result on this
+        processor. For example, oneDNN packs bfloat16 only with AVX-512 or AVX-NE-CONVERT.
         """
         layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
         if sum(layer.weight.nbytes for layer in layers) > MAX_MEMORY_SHARE * available_bytes:
@@ -61,10 +61,10 @@ class PackedLinears:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Make the model compute with the packed layers in the context.
+        """Use the packed layers in the forward passes that run in the context.
 
-        Another engine's pass on the same model may also use these layers, or remove them before this context ends.
-        Both are harmless, because the layers compute the same either way.
+        Another engine that uses the same model may compute with these layers too, or remove them before this context
+        ends. Both are harmless, because a layer computes the same with and without packing.
         """
         for layer, packed in self._packed:
             vars(layer)["forward"] = packed
@@ -76,7 +76,7 @@ class PackedLinears:
 
 
 def available_bytes() -> int:
-    """Return the memory that is available without swapping, or what is left of a container's limit if that is less."""
+    """Return the bytes of memory that can be used without swapping, within the container's limit if it has one."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     of_machine = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
@@ -88,7 +88,7 @@ def available_bytes() -> int:
 
 
 def _works(layer: torch.nn.Linear) -> bool:
-    """Return whether a packed layer of this dtype and shape computes what the layer itself computes."""
+    """Return whether packing works here for layers of this dtype and shape."""
     dtype, has_bias = layer.weight.dtype, layer.bias is not None
     return works(
         "packed linear layers", (dtype, tuple(layer.weight.shape), has_bias), lambda: _error(layer), TOLERANCE[dtype]
@@ -103,7 +103,7 @@ def _error(layer: torch.nn.Linear) -> float:
 def _has_onednn() -> bool:
     """Return whether this torch has the oneDNN operations used here.
 
-    They belong to torch's compiler and are not a public interface.
+    The operations belong to torch's compiler and are not a public interface.
     """
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
     return is_there and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))

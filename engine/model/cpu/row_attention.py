@@ -1,8 +1,8 @@
-"""RowAttention: attention of single tokens on a CPU, computed over the blocks in place.
+"""RowAttention: attention of single tokens on a CPU, which reads keys and values without copying their KV blocks.
 
-A request that decodes computes one token per step. Its attention in one layer is a *row*. Gathering reads every key and
-value, writes a copy and reads the copy again, for each request and layer. The kernel in `row_kernel` reads each block
-once.
+A request that decodes computes one token per step. The attention of this token in one layer is called a *row*. The
+kernel in `row_kernel` reads each block once. The alternative, gathering, first copies the blocks of each request in
+each layer and then reads the copy.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ NUM_SAMPLE_LAYERS, SAMPLE_LAYER = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rows and query heads that one thread computes."""
+    """A part of a step's attention that one thread computes: some rows and query heads."""
 
     rows: slice
     heads: tuple[int, int]  # the first head, and the one after the last
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A step's rows in the kernel's format, for all layers of the group."""
+    """The rows of a step in the format of the kernel. All layers of an attention group use the same plan."""
 
     # [num_rows, 4] int64: the row's token in the packed batch, the index of its first block in `blocks`, the offset of
     # its first key in that block, its number of keys
@@ -49,9 +49,10 @@ class RowPlan:
 
 
 class RowAttention:
-    """The planner and executor of rows, used by one thread. It owns a thread pool until it is closed.
+    """The attention of rows: `split` selects the rows of a step, `plan` prepares them, `attend` computes one layer.
 
-    The sums of a row are the same in any batch and with any number of threads.
+    It owns a thread pool until it is closed. Only one thread may call its methods. The result of a row depends neither
+    on the other rows nor on the number of threads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -64,10 +65,10 @@ class RowAttention:
         self._pool.shutdown()
 
     def split(self, segments: Sequence[Segment], shape: Shape) -> tuple[list[Segment], list[Segment]]:
-        """Return the segments that are computed as rows, and the other segments.
+        """Return the segments that are computed as rows, and all other segments.
 
-        Rows are the segments with one query. There are none if the kernel does not support *shape*, or if it fails or
-        gives a wrong result on this machine. This is tried once per process for each shape.
+        Segments with one query are rows, unless the kernel does not support *shape* or does not work on this machine.
+        The kernel is tried once per process for each shape.
         """
         is_usable = self._is_usable(shape)
         rows: list[Segment] = []
@@ -77,9 +78,9 @@ class RowAttention:
         return rows, others
 
     def plan(self, segments: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> RowPlan:
-        """Return the plan of *segments*, which have one query each, in a slab of *num_layers* layers.
+        """Return the plan of one or more *segments*, which have one query each.
 
-        There must be at least one segment.
+        *num_layers* is the number of layers in the slab, the tensor with the group's KV blocks.
         """
         firsts = [oldest_key(part.group, part.start) - part.first_key for part in segments]
         num_keys = [part.num_keys - first for part, first in zip(segments, firsts, strict=True)]
@@ -100,7 +101,7 @@ class RowAttention:
         scoring: Scoring,
         output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
     ) -> None:
-        """Compute the attention of the plan's rows and write it to their tokens of *output*, and to no other tokens."""
+        """Compute the attention of the plan's rows in one layer. Other tokens of *output* are not changed."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
 
         floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
@@ -126,14 +127,13 @@ class RowAttention:
             output[tokens] = floats[tokens].to(output.dtype)
 
     def _is_usable(self, shape: Shape) -> bool:
-        """Return whether the kernel supports layers of this shape and works on this machine."""
         if shape.device.type != "cpu" or shape.dtype not in DTYPES:
             return False
         return works("attention of single tokens", shape, partial(self._error, shape), TOLERANCE[shape.dtype])
 
     def _error(self, shape: Shape) -> float:
-        """Return the largest difference from gathered attention in float32, as a fraction of the largest value."""
-        # With a generator of its own, this leaves the random numbers of a model that is being loaded unchanged.
+        """Return the kernel's largest difference from gathered attention, as a fraction of the largest value."""
+        # A separate generator, because a model that is being loaded may draw its weights from torch's global one.
         random = torch.Generator().manual_seed(7)
         num_heads, head_dim, size = shape.num_heads, shape.head_dim, shape.group.block_size
         segments: list[Segment] = []
@@ -159,7 +159,7 @@ class RowAttention:
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:
     """Cut the rows into one piece per thread, with about the same number of keys in each piece.
 
-    If there are fewer rows than threads, cut the heads of each row too.
+    If there are fewer rows than threads, divide the heads of each row among threads too.
     """
     num_rows = len(num_keys)
     head_cuts = np.linspace(0, num_heads, 1 + min(num_heads, -(-num_threads // num_rows)), dtype=int).tolist()

@@ -1,4 +1,4 @@
-"""The kernel of `row_attention`, compiled by Numba: one query per row, over keys and values in their blocks.
+"""The Numba kernel of `row_attention`: one query per row, with keys and values read directly from their KV blocks.
 
 Numba compiles the kernel at the first call, which takes two seconds for each dtype of the slab, and keeps the result in
 its cache. The first call happens at load, when a model is compared with its own attention.
@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import overload
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it from the environment
-    raise ImportError("NUMBA_DISABLE_JIT is set, and a kernel that is not compiled takes a thousand times as long")
+    raise ImportError("NUMBA_DISABLE_JIT is set, and the kernel takes a thousand times as long if it is not compiled")
 
 Array = np.ndarray
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ def attend_rows(
     sinks: Array,  # [num_heads] float32; empty: none
     output: Array,  # [num_tokens, num_heads, head_dim] float32
 ) -> None:
-    """Compute the attention of *heads* for all *rows* and write it to *output*."""
+    """Compute the attention of a range of query *heads* for all *rows*, and write it to *output*."""
     first, end = heads
     num_kv_heads, head_dim = halves.shape[2:]
     kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
@@ -97,7 +97,10 @@ def _score(
 
 @_compiled
 def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
-    """Turn a row's *scores* into weights, and write the sum of each head's weights and sink to *totals*."""
+    """Replace a row's *scores* by unnormalized softmax weights, and write their sum for each head to *totals*.
+
+    The sum includes the head's sink.
+    """
     num_keys, num_heads = scores.shape
     if softcap:
         for key in range(num_keys):
@@ -124,7 +127,7 @@ def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
 def _add_up(
     weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
 ) -> None:
-    """Write the sum of a row's values, each times its weight, to *attended*.
+    """Write the weighted sum of a row's values to *attended*.
 
     The first value is at offset *place* in the first block.
     """
@@ -143,7 +146,7 @@ def _add_up(
 
 def _as_floats(token, floats):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
     """Return a token's keys or values, [num_kv_heads, head_dim], in float32. *floats* is a buffer for the result."""
-    raise NotImplementedError("Numba chooses the implementation by the dtype of the token")
+    raise NotImplementedError("this placeholder can only be called by code that Numba has compiled")
 
 
 @overload(_as_floats)

@@ -13,10 +13,10 @@ from kvtier.engine.model.drawing.token_counts import TokenCounts
 
 
 def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
-    """Return *logits* `[rows, vocab]` with the changes of each row's sampler.
+    """Return *logits* `[rows, vocab]` with the bias, penalties, bans and grammar of each row's sampler applied.
 
-    The result is *logits* itself if no sampler changes anything. Otherwise it is in the memory of *copies*. If *logits*
-    is in that memory too, it is changed in place.
+    If no sampler changes anything, the result is *logits* itself. Otherwise it is in the memory of *copies*, and
+    *logits* only changes if it is in this memory too.
     """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits
@@ -67,9 +67,9 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
-    """Set the logits of the tokens that the rows' grammars do not allow to -inf.
+    """Set the logits of all tokens that a row's grammar forbids to -inf.
 
-    `exceptions` of a grammar is the smaller of its sets of allowed and of forbidden tokens.
+    A grammar's `exceptions` are its forbidden tokens if it allows the majority, otherwise its allowed tokens.
     """
     grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
     forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_majority}
@@ -86,14 +86,14 @@ def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _exceptions(
     logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row and column indices of *token_ids*, which maps rows to their token ids."""
+    """Return the rows and the columns in *logits* of the tokens in *token_ids*, which maps a row to its token ids."""
     rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
     columns = np.concatenate(list(token_ids.values()))
     return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row and column indices of *token_ids*, which has the token ids of each row."""
+    """Return the rows and the columns in *logits* of the tokens in *token_ids*, which has a list for every row."""
     rows: npt.NDArray[np.int64] = np.repeat(np.arange(len(token_ids)), [len(ids) for ids in token_ids])
     columns = torch.tensor(list(chain.from_iterable(token_ids)), dtype=torch.long, device=logits.device)
     return torch.from_numpy(rows).to(logits.device), columns

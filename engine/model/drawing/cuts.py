@@ -18,11 +18,11 @@ _MIN_TEMPERATURE = 1e-30  # in float32, lower temperatures count as this, becaus
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The sampling parameters of several rows, each `[rows]`, and the random number from 0 to 1 for each row.
+    """The sampling parameters of several rows, each `[rows]`, and one random number from 0 to 1 for each row.
 
-    min-p and top-k apply first, and their order does not matter. Of the remaining tokens, top-p keeps the most likely
-    ones, as few as have a total probability of p or more. At least one token is kept. Of equally likely tokens, those
-    with lower ids are kept first.
+    min-p and top-k apply first, and their order does not matter. Of the remaining tokens, top-p keeps the smallest
+    number of most likely tokens whose total probability is at least p. At least one token is kept. Of equally likely
+    tokens, those with lower ids are kept first.
     """
 
     temperature: torch.Tensor
@@ -67,12 +67,12 @@ def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
 
 
 def argmax_tokens(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """Return the most likely token of each row, as for temperature 0. Of equally likely tokens return the lowest id."""
+    """Return the most likely token of each row; of equally likely tokens, the one with the lowest id."""
     return logits.argmax(dim=-1)
 
 
 def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
-    """Sample a token id for each row that keeps all tokens, accumulating weights in the order of token ids."""
+    """Sample a token id for each row, without top-k, top-p and min-p: every token of the vocabulary takes part."""
     cumulated = _weights(logits, logits.amax(dim=-1), cuts.temperature, scratch).cumsum_(dim=-1)
     wanted = cuts.number[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, wanted, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
@@ -81,7 +81,7 @@ def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tens
 def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample from the most likely tokens only.
 
-    Return the tokens, and for each row whether sampling from all its tokens would certainly give the same token.
+    Return a token for each row, and whether sampling from all tokens of the row would certainly give the same one.
     """
     vocab_size = logits.shape[-1]
     num_there = cuts.num_likeliest(vocab_size)
@@ -92,7 +92,7 @@ def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple
     num_above = (weights >= cuts.min_p[:, None]).sum(dim=-1)
     num_kept = cuts.top_k.minimum(torch.where(num_above < num_there, num_above, vocab_size))
     at_edge = num_kept.clamp(1, num_there)[:, None] - 1
-    # Tokens that are as likely as the last of these, and have lower ids, may not be among them.
+    # topk may have left out tokens that are as likely as the last of *values* and have lower ids.
     is_whole = values > values[:, -1:] if num_there < vocab_size else torch.ones_like(values, dtype=torch.bool)
     is_known = (num_kept <= num_there) & is_whole.gather(1, at_edge)[:, 0]
     total, error = cumulated.gather(1, at_edge)[:, 0], torch.zeros_like(cuts.top_p)

@@ -22,8 +22,8 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int
     """Sample the next token id of each request from *logits*, `[requests, vocab]` in float32.
 
     The logits are not changed. A greedy request gets its most likely token, and of equally likely tokens the lowest id.
-    Each sampler records its token. If a row's largest logit is not finite, the result is an arbitrary token that the
-    row's grammar allows, if it has one.
+    Each sampler records its token. If a row's largest logit is not finite, the result is an arbitrary token. For a row
+    with a grammar, it is always a token that the grammar allows.
     """
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
@@ -50,7 +50,7 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int
 def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
     """Yield groups of at most *num_rows* rows, each with the function that samples all rows of the group.
 
-    Rows whose result is the argmax of unchanged logits are left out.
+    Greedy rows whose logits no sampler changes are left out, because `sample_tokens` handles them.
     """
     ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], argmax_tokens: []}
     for row, sampler in enumerate(samplers):

@@ -10,14 +10,14 @@ _SPAN = 40.0  # nats below the most likely token; less likely tokens are in the 
 
 
 class Scratch:
-    """One reusable tensor of each dtype, allocated on first use. The next call for a dtype returns the same memory.
+    """Reusable memory for temporary tensors: one tensor of each dtype, allocated on first use.
 
-    Memory never touched before is much slower than reused memory (DESIGN.md, section 10): with new memory, passes over
-    logits took up to 1.5 times as long.
+    Every call for a dtype returns the same memory, so it overwrites the previous result. With new memory for each
+    tensor, passes over logits took up to 1.5 times as long (DESIGN.md, section 10).
     """
 
     def __init__(self, num_elements: int, device: torch.device) -> None:
-        """Create an empty scratch for tensors of up to *num_elements*."""
+        """Create an empty scratch for tensors of up to *num_elements* elements."""
         self._num_elements = num_elements
         self._device = device
         self._made: dict[torch.dtype, torch.Tensor] = {}
@@ -29,15 +29,15 @@ class Scratch:
         return self._made[dtype][: prod(shape)].view(shape)
 
     def copy(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor of *dtype* with a copy of *values*."""
+        """Copy *values* into the tensor of *dtype*, and return this tensor."""
         return self.tensor(values.shape, dtype).copy_(values)
 
 
 class Ranking:
     """Weights of tokens, `[rows, vocab]`, that can be queried as if each row were sorted.
 
-    The order is by weight, the largest first, and by token id for equal weights. Tokens are put into bins by their
-    distance from the most likely token, and a query sorts one bin of each row.
+    The order is by weight, the largest first, and by token id for equal weights. To avoid sorting whole rows, tokens
+    are put into bins by their distance from the most likely token, and a query sorts only one bin of each row.
     """
 
     def __init__(self, depths: torch.Tensor, weights: torch.Tensor, scratch: Scratch) -> None:
@@ -62,7 +62,7 @@ class Ranking:
         return self._cumulated[:, -1]
 
     def at_weight(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first token at which each row's cumulated weight reaches *wanted* `[rows]`.
+        """Return for each row the first token at which the cumulated weight reaches *wanted* `[rows]`.
 
         Returns:
             The token ids and the cumulated weights at these tokens, both `[rows]`.
@@ -92,8 +92,8 @@ class Ranking:
         """Sort one bin of each row.
 
         Returns:
-            The token ids and the cumulated weights up to each, both `[rows, longest]` and padded, and the number of
-            tokens without padding, `[rows, 1]`.
+            The bin's token ids and the row's cumulated weight up to each of them, both `[rows, longest]` with padding,
+            and the number of tokens in the bin, `[rows, 1]`.
         """
         rows, ids = (self._bins == bin_ids).nonzero(as_tuple=True)  # ids rise within a row
         counts = torch.bincount(rows, minlength=len(bin_ids))

@@ -1,4 +1,4 @@
-"""Sampler: the state that the sampling of one request depends on in addition to its logits."""
+"""Sampler: the sampling state of one request, such as its random numbers and banned tokens."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from kvtier.engine.model.structured.grammar import GrammarState
 
 
 class Sampler:
-    """The random numbers, bans, token counts and grammar of one request, which owns the sampler.
+    """The state that sampling needs besides logits: one request's random numbers, bans, token counts and grammar.
 
     This state depends only on the request's parameters and tokens. So the sampled tokens depend neither on other
     requests nor on cache hits.
@@ -24,7 +24,7 @@ class Sampler:
         bans: TokenBans = NO_BANS,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Create the sampler, which takes ownership of the state of its *grammar*."""
+        """Create the sampler, which takes ownership of *grammar*."""
         self.params = params
         self.grammar = grammar
         # Gives one number per token. It runs on the host, so that a seed gives the same numbers for CPU and GPU, unlike
@@ -36,7 +36,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always chosen (temperature 0)."""
         return self.params.temperature == 0
 
     def cuts(self, vocab_size: int) -> bool:

@@ -11,9 +11,9 @@ from kvtier.engine.model.sampling import InvalidParameter, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TokenBans:
-    """The tokens that are banned at a position of the output.
+    """The rules that ban tokens from one request's output: its minimum length and its bad words.
 
-    End tokens are banned within the first *min_tokens* tokens. The last token of a bad word is banned if the output
+    End tokens are banned until the output has *min_tokens* tokens. The last token of a bad word is banned if the output
     ends with the word's other tokens.
     """
 
@@ -58,10 +58,10 @@ NO_BANS = TokenBans()
 
 
 def _tokenized(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word as at the start of a text.
+    """Return the token ids of each word, as tokenized at the start of a text and after a space.
 
-    The result also has the token ids of a word after a space, if their first token differs and their number is the
-    same. Source: vLLM `SamplingParams.update_from_tokenizer`.
+    The second form is added only if it has another first token and the same number of tokens as the first form.
+    Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
     stripped = [word.lstrip() for word in words]
     texts = stripped + [f" {word}" for word in stripped]

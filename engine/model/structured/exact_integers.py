@@ -34,7 +34,7 @@ def integer_range(low: int | None, high: int | None) -> str:
 
 
 def _naturals(low: int, high: int | None) -> Iterator[str]:
-    """Yield expressions for the numbers from *low* to *high*, at least one for each number of digits."""
+    """Yield regular expressions that together match the numbers from *low* to *high*; None means no bound."""
     num_digits = len(str(low))
     last = num_digits if high is None else len(str(high))
     for digits in range(num_digits, last + 1):
@@ -46,7 +46,7 @@ def _naturals(low: int, high: int | None) -> Iterator[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return an expression for the numbers from *low* to *high*, which have equally many digits."""
+    """Return a regular expression for the numbers from *low* to *high*, which must have equally many digits."""
     if not low:
         return ""
     if not low.strip("0") and not high.strip("9"):
@@ -62,14 +62,19 @@ def _same_length(low: str, high: str) -> str:
 
 
 class NotExact(ValueError):
-    """An error for a schema with a large integer at a place that these rules do not support."""
+    """An error for a schema with a large integer for which `ExactIntegers` cannot write a rule."""
 
 
 class ExactIntegers:
-    """The rules of one schema. Their names begin with *prefix*, and the rule called *prefix* is the whole schema."""
+    """Grammar rules for one JSON schema, in Lark's notation, which do not round large integers.
+
+    The names of all rules begin with *prefix*. The rule called *prefix* matches the values valid by the whole schema.
+    """
 
     def __init__(self, schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> None:
-        """Write the rules. *options* are passed to llguidance with each subschema.
+        """Translate *schema* into rules.
+
+        *options* are llguidance's options for the subschemas that it compiles itself.
 
         Raises:
             NotExact: If the rules cannot express the schema.
@@ -85,7 +90,7 @@ class ExactIntegers:
 
     @property
     def rules(self) -> list[str]:
-        """Rules, one line each."""
+        """Lines of a grammar, one for each rule."""
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
     def _rule(self, text: str) -> str:
@@ -94,7 +99,7 @@ class ExactIntegers:
         return name
 
     def _written(self, schema: object) -> str:
-        """Return an expression for use in a rule, which matches the values that are valid by *schema*."""
+        """Return an expression in Lark's notation that matches the values valid by *schema*."""
         if not isinstance(schema, dict) or not self._is_inexact(schema):
             return f"%json {json.dumps(self._self_contained(schema), ensure_ascii=False)}"
         keys = schema.keys() - REMARKS
@@ -151,7 +156,7 @@ class ExactIntegers:
         return self._refs[ref]
 
     def _self_contained(self, schema: object) -> dict[str, Any]:
-        """Return the schema with the definitions that it may reference, and llguidance's options."""
+        """Return a copy of the schema that llguidance can compile alone, with the definitions that it may reference."""
         if not isinstance(schema, dict):
             schema = {} if schema is True else {"not": {}}
         if any(each.get("$ref") == "#" for _, each in schemas_in(schema)):
@@ -163,7 +168,7 @@ class ExactIntegers:
         return self._rule(" | ".join(choices))
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule for objects whose members are those that the schema describes, in the schema's order."""
+        """Return the name of a rule for JSON objects with the members that the schema describes, in its order."""
         members = dict(schema.get("properties", {}))
         required = schema.get("required", [])
         for name in required:
@@ -171,7 +176,7 @@ class ExactIntegers:
         if schema.get("minProperties", 0) > len(required):
             raise NotExact
         blanks = f"{self._prefix}_s"
-        first, rest = f'{blanks} "}}"', f'{blanks} "}}"'  # the continuations after the opening brace and after a member
+        first, rest = f'{blanks} "}}"', f'{blanks} "}}"'  # what may follow the opening brace, and a member
         for name, value in reversed(members.items()):
             member = f'{blanks} {_literal(name)} {blanks} ":" {blanks} {self._rule(self._written(value))}'
             after = self._rule(rest)
@@ -206,12 +211,12 @@ def _without_definitions(schema: object) -> object:
 
 
 def _literal(value: object) -> str:
-    """Return the value as compact JSON, in the form of a string literal of Lark's notation."""
+    """Return a string literal in Lark's notation that matches the value as compact JSON."""
     return json.dumps(json.dumps(value, ensure_ascii=False, separators=(",", ":")), ensure_ascii=False)
 
 
 def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return a schema with several types reduced to the type *kind* and the keywords that apply to this type."""
+    """Return a copy of the schema that allows only the type *kind*, without the keywords for other types."""
     about = {"integer": _OF_INTEGERS, "object": _OF_OBJECTS, "array": _OF_ARRAYS}
     others = frozenset().union(*(keys for name, keys in about.items() if name != kind)) - about.get(kind, frozenset())
     return {**{key: value for key, value in schema.items() if key not in others}, "type": kind}

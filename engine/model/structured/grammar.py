@@ -14,17 +14,20 @@ if TYPE_CHECKING:  # an optional package
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The token ids of a model and of the matchers, the objects with which llguidance follows a text."""
+    """The sizes and end tokens of a model's vocabulary and of llguidance's vocabulary.
+
+    llguidance follows each text with an object called a matcher, which knows the tokens of the tokenizer.
+    """
 
     size: int  # number of the model's logits
     ends: Sequence[int]  # the model's end tokens
     num_matched: int  # number of tokens that matchers know
-    end_mark: int  # id of a token that only matchers have; they allow it where the text may end
+    end_mark: int  # a token id that only matchers have; they allow it where the text may end
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. Any number of completions may use it at once, and any thread may begin one."""
+    """A compiled grammar. Any number of completions may use it at once, and any thread may call `begin`."""
 
     start: "LLMatcher"  # the state before the first token; only copies of it advance
     vocabulary: Vocabulary
@@ -37,10 +40,10 @@ class Grammar:
 
 
 class GrammarState:
-    """One completion's position in its grammar. Owned by the sampler of its request.
+    """One completion's position in its grammar, which determines the tokens that may be sampled next.
 
     The position depends only on the sampled tokens, so a preempted request continues where it was. End tokens are
-    allowed exactly where the text may end by the grammar.
+    allowed only where the grammar lets the text end. Owned by the sampler of its request.
     """
 
     def __init__(self, matcher: "LLMatcher", vocabulary: Vocabulary, end_token_ids: Iterable[int]) -> None:
@@ -51,7 +54,8 @@ class GrammarState:
         self.has_failed = False  # whether the grammar was too costly, or allowed none of the model's tokens
         self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # the tokens that may be sampled next
         self.allows_majority = False  # whether more than half of the tokens may be sampled next
-        self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # the forbidden tokens if so, else allowed
+        # Ids of the forbidden tokens if `allows_majority`, else of the allowed tokens.
+        self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     @property
     def is_complete(self) -> bool:

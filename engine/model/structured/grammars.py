@@ -50,7 +50,7 @@ class Grammars:
             self._vocabulary("")
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
-        """Return the grammar of the constraint *asked*, from the cache or compiled.
+        """Return the compiled grammar of the constraint *asked*, from the cache if it is there.
 
         Compiling takes 0.1 s, so do not call this in the engine's thread.
 
@@ -104,7 +104,9 @@ class Grammars:
 
 
 def compiled(asked: StructuredOutputs, tried: TrialResult, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
-    """Compile the constraint *asked*, which has passed the trial *tried*, for llguidance's vocabulary *tokens*.
+    """Compile the constraint *asked* for one tokenizer, after a trial in a subprocess has succeeded.
+
+    *tried* is the result of the trial. *tokens* is llguidance's form of the tokenizer.
 
     Raises:
         InvalidParameter: If llguidance cannot compile it.

@@ -1,4 +1,4 @@
-"""Translation of structured outputs into llguidance's notation, and limits on its parsers."""
+"""Translation of structured outputs into grammars for llguidance, and limits on the cost of these grammars."""
 
 import json
 import re
@@ -28,7 +28,7 @@ _EMBEDDED = re.compile(r"%json\s*\{")  # a schema in a grammar of Lark's notatio
 
 
 def limits() -> "LLParserLimits":
-    """Return the limits on compiling and on one step.
+    """Return the limits on the cost of compiling a grammar, and of computing the allowed tokens of one step.
 
     With llguidance's defaults an ambiguous grammar took 2.8 s for a step over 152,000 tokens; with these limits it
     fails after 0.08 s. Objects with 400 optional properties stay within the limits.
@@ -48,7 +48,10 @@ def limits() -> "LLParserLimits":
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A constraint in llguidance's notation. *left_out* are keywords of its schemas that it does not enforce."""
+    """A constraint as the *text* of a grammar for llguidance.
+
+    *left_out* are the keywords of the constraint's JSON schemas that the grammar does not enforce.
+    """
 
     text: str
     left_out: Sequence[str] = ()
@@ -99,7 +102,7 @@ class _Schemas:
         self.left_out: list[str] = []
 
     def rewritten(self, grammar: str) -> str:
-        """Return a grammar in Lark's notation with each of its schemas rewritten."""
+        """Return *grammar*, which is in Lark's notation, with each embedded JSON schema rewritten for llguidance."""
         parts: list[str] = []
         rules: list[str] = []
         place = 0
@@ -121,10 +124,10 @@ class _Schemas:
         return "\n".join(["".join([*parts, grammar[place:]]), *rules])
 
     def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
-        """Return rules for a schema with integers that llguidance would round, or no rules for another schema.
+        """Return grammar rules for a schema with integers that llguidance would round, otherwise an empty list.
 
-        Keywords that cannot be enforced are removed from *schema*. The first rule is called *name*. *where* is the path
-        of the schema, for messages about its keywords.
+        Without rules, llguidance compiles *schema*, so this method removes the keywords that it cannot enforce.
+        *name* is the name of the first rule. *where* is the schema's path, for messages about its keywords.
 
         Raises:
             InvalidParameter: If a keyword of a strict schema cannot be enforced.
@@ -134,7 +137,7 @@ class _Schemas:
         if any(has_inexact(each) for _, each in schemas_in(schema)):
             try:
                 return ExactIntegers(schema, options, name).rules
-            except (NotExact, AttributeError, TypeError):  # the last two: no schema, which llguidance reports
+            except (NotExact, AttributeError, TypeError):  # the last two: not a valid schema, which llguidance reports
                 left_out += drop_inexact(schema)
         is_strict = not options.get("lenient")
         lenient = {**options, "lenient": True, "coerce_one_of": True}
@@ -168,8 +171,8 @@ class _Said:
 
     @property
     def is_not_written(self) -> bool:
-        """Whether llguidance cannot build a grammar, other than because no value can be valid by the schema.
+        """Whether llguidance cannot compile the schema, although some value may satisfy it.
 
-        A schema without valid values is the client's mistake.
+        A schema that no value can satisfy does not count: that is the client's mistake.
         """
         return self.is_error and not any("Unsatisfiable" in text for text in self.messages)

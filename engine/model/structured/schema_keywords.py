@@ -18,7 +18,10 @@ _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")  # in the order in
 
 
 def schemas_in(schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schema and all its subschemas, each with its path, which ends in a dot unless it is empty."""
+    """Yield the schema and all its subschemas, each with its path.
+
+    The path of the schema itself is empty. Other paths end in a dot, for example `properties.name.`.
+    """
     left = [("", schema)]
     while left:
         path, node = left.pop()
@@ -44,12 +47,12 @@ def drop_nulls(schema: object) -> None:
 
 
 def has_inexact(node: dict[str, Any]) -> bool:
-    """Return whether a keyword of this schema has an integer that a double cannot hold. Subschemas do not count."""
+    """Return whether a keyword of this schema, not of a subschema, has a number that llguidance may round."""
     return any(_inexact_keywords(node))
 
 
 def drop_inexact(schema: object) -> Iterator[str]:
-    """Remove keywords with integers that a double cannot hold, because they would be rounded. Yield their paths."""
+    """Remove keywords with numbers that llguidance may round. Yield the paths of these keywords."""
     for path, node in schemas_in(schema):
         for key in list(_inexact_keywords(node)):
             given = node.pop(key)
@@ -66,8 +69,8 @@ def _inexact_keywords(node: dict[str, Any]) -> Iterator[str]:
 def drop_what_fails(schema: object, compiles: Callable[[dict[str, Any]], bool]) -> Iterator[str]:
     """Remove keywords that llguidance cannot compile, and yield their paths.
 
-    Bounds, string keywords and patterns are each tried in a schema of their own. *compiles* returns whether llguidance
-    can compile a schema.
+    Only numeric bounds, string keywords and property patterns are tested, each kind in a small schema of its own.
+    *compiles* returns whether llguidance can compile a schema.
     """
     for path, node in schemas_in(schema):
         for kind, keywords in (("number", _BOUNDS), ("string", _OF_STRINGS)):
@@ -95,7 +98,7 @@ def warned_of(schema: object, warnings: Collection[str]) -> Iterator[str]:
 def _failing(
     kind: str, node: dict[str, Any], keywords: Collection[str], compiles: Callable[[dict[str, Any]], bool]
 ) -> Iterator[str]:
-    """Yield the *keywords* to remove so that the remaining ones compile."""
+    """Yield those *keywords* of *node* that must be removed so that the remaining ones compile."""
     given = {key: node[key] for key in keywords if key in node}
     for key in list(given):
         if not given or compiles({"type": kind, **given}):

@@ -13,16 +13,18 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint on the text of a completion, like vLLM's `StructuredOutputsParams`. Give exactly one of these five.
+    """A constraint on the text of a completion, like vLLM's `StructuredOutputsParams`.
 
-    - *json*: JSON that is valid by this schema, a mapping or its text;
+    Exactly one of these five fields must be set. The text is then:
+
+    - *json*: JSON that is valid by this schema, which is given as a mapping or as a string;
     - *json_object*: any JSON object;
-    - *regex*: a text that the expression matches as a whole;
+    - *regex*: a text that this regular expression matches as a whole;
     - *choice*: one of these texts;
-    - *grammar*: a text of a context-free grammar in llguidance's dialect of Lark's notation, or in GBNF.
+    - *grammar*: a text of this context-free grammar, in llguidance's dialect of Lark's notation or in GBNF.
 
-    If *strict*, a schema with keywords that cannot be enforced is refused; otherwise these keywords are ignored.
-    Errors refer to the parameter as *parameter_name*.
+    Some keywords of JSON schemas cannot be enforced. If *strict*, a schema with such a keyword is refused; otherwise
+    the keyword is ignored. Error messages begin with *parameter_name*.
 
     Raises:
         InvalidParameter: If the value is invalid, or has more than 65,536 characters.
@@ -65,9 +67,9 @@ class StructuredOutputs:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     def _schema_text(self, schema: object) -> str:
-        """Return the schema as a text that identifies it.
+        """Return the schema as JSON text, by which equal schemas are recognized.
 
-        Schemas that differ in the order of properties have different texts, because completions follow this order.
+        The text keeps the order of properties, because completions follow this order.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -81,6 +83,6 @@ class StructuredOutputs:
     def _checked_choice(self, choice: Sequence[str]) -> tuple[str, ...]:
         if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
             raise InvalidParameter(
-                self.parameter_name, "has a choice that is not a list of texts; give one or more texts, none empty"
+                self.parameter_name, "has a choice that is not a list of texts; give at least one text, and none empty"
             )
         return tuple(choice)

@@ -1,7 +1,8 @@
-"""Trial of a grammar in a subprocess, which compiles it and follows it for some tokens, and may crash without harm.
+"""Trial of a grammar in a subprocess, so that a costly grammar cannot harm the server.
 
-llguidance is fast and bounds most costs of a grammar, but not all: a schema of 16 KB compiled for more than a minute,
-another took 2 GB, and a chain of 5,000 rules overflowed the stack, which ends the process.
+The subprocess compiles the grammar and generates random tokens that the grammar allows. llguidance limits most costs of
+a grammar, but not all. A schema of 16 KB took more than a minute to compile, and another one took 2 GB. A chain of
+5,000 rules overflowed the stack, which ends the process.
 """
 
 import json
@@ -37,7 +38,7 @@ _SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, which grammars name by
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """A grammar that has passed its trial, in llguidance's notation, with the memory that it took."""
+    """A grammar that has passed its trial: its text for llguidance, and the memory that it took."""
 
     notation: str
     num_bytes: int
@@ -45,10 +46,10 @@ class TrialResult:
 
 
 def run_trial(asked: StructuredOutputs) -> TrialResult:
-    """Compile the constraint *asked*, and follow it for a few hundred tokens, in a subprocess. Takes 0.1 s.
+    """Compile the constraint *asked* in a subprocess, and try it with a few hundred random tokens. Takes 0.1 s.
 
     Raises:
-        InvalidParameter: If *asked* is no valid grammar, is not enforceable, or exceeds the limits of time or memory.
+        InvalidParameter: If *asked* is not valid, cannot be enforced, or takes too much time or memory.
     """
     question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict, asked.parameter_name])
     try:
@@ -73,7 +74,7 @@ def run_trial(asked: StructuredOutputs) -> TrialResult:
 
 
 class _Bytes:
-    """A tokenizer for llguidance whose tokens are all single bytes and *num_special* special tokens."""
+    """A tokenizer for llguidance with a token for each byte, an end token, and *num_special* special tokens."""
 
     eos_token_id = _END_MARK
     bos_token_id = None
@@ -107,7 +108,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
-    """Return the grammar with the ids of special tokens replaced by ids of `_Bytes`, and the number of these tokens."""
+    """Return the grammar with its special tokens' ids replaced by ids of `_Bytes`, and the number of these tokens."""
     ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
     return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
 
@@ -118,7 +119,10 @@ def _one_line(text: str) -> str:
 
 
 def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
-    """Return the error if the grammar allows no text or takes too much time to follow random texts, otherwise None."""
+    """Generate random texts by the grammar, and return an error message if that fails, otherwise None.
+
+    It fails if the grammar allows no text, or if a token takes too long.
+    """
     rng, matcher = random.Random(0), start.deep_copy()
     is_first = True
     for _ in range(NUM_STEPS):
@@ -130,7 +134,7 @@ def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
         elif is_first:
             return "allows no text at all"
         if matcher.is_error() or time.thread_time() - began_at > MAX_STEP_S:
-            return "takes too long for a token; make it simpler"
+            return "takes too long to compute one token; make it simpler"
         is_first = False
         if matcher.is_stopped() or not allowed:
             matcher = start.deep_copy()

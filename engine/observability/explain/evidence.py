@@ -25,20 +25,23 @@ _LOST = frozenset({Reason.NEVER_SEEN, *(Reason.evicted_from(tier) for tier in Ti
 
 @dataclass(frozen=True)
 class Evidence:
-    """An immutable snapshot, so that the explanation can be derived without blocking the engine's thread."""
+    """A snapshot of the facts that explain why one prompt was a hit or a miss.
+
+    It is immutable, so another thread can derive the explanation while the engine's thread continues.
+    """
 
     past: Past
     is_new: bool  # whether the prompt belongs to no request: a client asks what it would hit now
     known: OlderPrompts
-    ghosts: Ghosts  # a copy
+    ghosts: Ghosts  # a copy of the record of evicted blocks
     # Pairs (number of first blocks, fields): these blocks were seen before, but under names in which the fields differ.
     ways: Sequence[tuple[int, tuple[str, ...]]]
     is_other_text: bool  # whether an earlier request with the same messages had another first block
     tiers: Sequence[Tier | None]  # the current tier of each block if `is_new`; otherwise empty
     remembered: Sequence[Past]  # all requests that may have run when blocks were evicted
     clock_offset: float  # seconds from the clock of the ghosts to the Unix epoch
-    block_steps: Sequence[int]  # numbers of names that a block of an attention group spans
-    notes: tuple[str, ...]  # limits of the explanation
+    block_steps: Sequence[int]  # for the attention groups, how many block names one of their blocks spans
+    notes: tuple[str, ...]  # what the explanation cannot tell
 
     def explanation(self) -> Explanation:
         """Derive why the prompt was a hit or a miss. This takes milliseconds, and longer for a long prompt."""
@@ -94,7 +97,7 @@ class Evidence:
         return Reason.LAST_BLOCK, num_tokens
 
     def _evicted_row(self, row: ExplainedRun, ghost: Ghost) -> ExplainedRun:
-        """Return the row with its block's eviction, and the tenant's own requests that ran at that time."""
+        """Return *row* with the eviction of its block, and the tenant's requests that ran when it was evicted."""
         at = ghost.at + self.clock_offset
         why = Reason.evicted_from(ghost.tier)
         return replace(row, why=why, cause=ghost.cause, evicted_at=(at, at), during=self._running_at(at))
@@ -102,8 +105,8 @@ class Evidence:
     def _running_at(self, at: float) -> tuple[str, ...]:
         """Return the ids of the tenant's requests that ran at time *at*.
 
-        If none ran, return the id of the last request that arrived before. Blocks of a finished request are copied down
-        after its end, and may then cause evictions.
+        If none ran, return the id of the last request that arrived before. Its blocks may be copied to a lower tier
+        after its end, and may cause evictions there.
         """
         ids, arrived_at, ended_at = self._own
         has_come = arrived_at <= at
@@ -125,7 +128,10 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block the reason, and the differing fields, to give if its name was never seen."""
+        """Return for each full block the reason why it is a miss, if no block of this name was seen before.
+
+        A reason comes with the fields, such as the salt, in which an earlier prompt with the same tokens differed.
+        """
         names = self.past.trail.names
         if self.is_other_text:
             return [(Why.OTHER_TEMPLATE, ("template",))] * len(names)
@@ -135,7 +141,7 @@ class Evidence:
         return found
 
     def _lost(self) -> list[Ghost | None]:
-        """Return for each full block its last eviction before the request's lookup, in any attention group."""
+        """Return for each full block its last eviction before the request's lookup. Any attention group counts."""
         names, before = self.past.trail.names, self.past.trail.as_of or math.inf
         found: list[Ghost | None] = [None for _ in names]
         for step in self.block_steps:

@@ -46,12 +46,12 @@ class Explainer:
         """Create the explainer, and load the digests of prompts that an earlier process saved at *path*.
 
         Args:
-            block_size: Tokens per block name.
+            block_size: Number of tokens that each block name covers.
             namespace: The fields that determine a block's bytes in addition to its prompt.
             clock: The clock of the tiers, in seconds.
             path: The file in which `close` saves the digests for the next process; None to keep them in memory only.
             block_steps: For each attention group, the number of names that one of its blocks spans.
-            notes: Limits of the explanations, shown with each.
+            notes: Sentences about what explanations cannot tell, included in every explanation.
         """
         self.block_size = block_size
         self._notes = tuple(notes)
@@ -82,7 +82,7 @@ class Explainer:
         """Remember a finished request.
 
         *chain* holds the tokens of its prompt. *ghosts* are the blocks that the request's tiers have evicted.
-        *namespace* is the namespace's name; None is the namespace that the explainer was created with.
+        *namespace* is a name returned by `namespace_of`; None stands for the namespace of the constructor.
         """
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.fingerprint_of(chain, trail.names, record.tokens.num_tokens, namespace)
@@ -94,7 +94,10 @@ class Explainer:
                 self._seen.add(content, way)
 
     def find(self, request_id: str, tenant: str | None) -> list[Past]:
-        """Return the tenant's newest requests with this id, possibly none. Each completion is a request of its own."""
+        """Return the tenant's newest requests with this id, possibly none.
+
+        If an HTTP request asks for several completions, each of them is a request with the same id.
+        """
         return self._past.find(request_id, tenant)
 
     def evidence(self, past: Past, same_messages: Sequence[str] = ()) -> Evidence:
@@ -117,7 +120,10 @@ class Explainer:
         namespace: str | None = None,
         same_messages: Sequence[str] = (),
     ) -> Evidence:
-        """Return the evidence of why a prompt would be a hit or a miss now. *tiers* has the tier of each block."""
+        """Return the evidence of why a prompt would be a hit or a miss if it were sent now.
+
+        *tiers* has for each block the tier that holds it, or None.
+        """
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.fingerprint_of(chain, trail.names, num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, tenant)
@@ -133,13 +139,13 @@ class Explainer:
         return _marked(past.prompt) == _marked(own)
 
     def close(self) -> None:
-        """Save the digests of prompts to the file, if there is one. If that fails, the next process explains less."""
+        """Save the digests of prompts to the file, if there is one. If that fails, log it."""
         if self._path is None:
             return
         try:
             self._seen.save(self._path)
         except OSError as error:
-            log.info("explain: the history of prompts could not be saved (%s)", error)
+            log.info("explain: the digests of earlier prompts could not be saved for the next process (%s)", error)
 
     def _evidence(
         self, past: Past, same_messages: Sequence[str], tiers: Sequence[Tier | None], *, is_new: bool
@@ -159,7 +165,10 @@ class Explainer:
         )
 
     def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
-        """Return whether an earlier request with the same messages, visible to the tenant, had another first block."""
+        """Return whether the chat template rendered the same messages differently for an earlier request.
+
+        If so, the earlier request had another first block. Requests that the tenant may not see do not count.
+        """
         pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
         return any(
             past.before < own.before
@@ -169,9 +178,9 @@ class Explainer:
         )
 
     def _other_ways(self, past: Past) -> list[tuple[int, tuple[str, ...]]]:
-        """Return pairs (number of first blocks, fields) for blocks that were seen before with other fields.
+        """Return which first blocks of the prompt were seen before, but under other names.
 
-        The fields, such as the salt or the adapter, are those that gave the blocks other names.
+        Each pair has the number of these blocks, and the fields (such as the salt or adapter) that differed.
         """
         found = []
         for num_blocks, content in past.prompt.contents.items():

@@ -7,7 +7,7 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 
 class Why(StrEnum):
-    """Reasons for misses in addition to those of `Reason`."""
+    """Reasons for misses that only an explanation distinguishes, in addition to those of `Reason`."""
 
     OTHER = "other"  # the tokens were seen with another salt, adapter or namespace; the row says which field
     OTHER_TEMPLATE = "other_template"  # the same messages were seen, but the template rendered another text
@@ -24,7 +24,7 @@ class ExplainedRun:
     end: int  # the token after the last
     tier: Tier | None
     why: Reason | Why | None = None  # None for tokens that came from a tier
-    cause: EvictionCause | None = None  # of the eviction from the tier of *why*
+    cause: EvictionCause | None = None  # cause of the eviction, if *why* is an eviction
     evicted_at: tuple[float, float] | None = None  # first and last eviction, in seconds since the Unix epoch
     during: tuple[str, ...] = ()  # the tenant's own requests that ran during the eviction, or the last one before
     differs: tuple[str, ...] = ()  # the naming fields in which an earlier prompt with these tokens differed
@@ -33,10 +33,11 @@ class ExplainedRun:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The point at which a prompt departs from the nearest known prompt, which shares its first *num_shared* tokens.
+    """The point at which a prompt begins to differ from the most similar earlier prompt.
 
-    *departs* is False if one of the two prompts ends there. *text* is the prompt's first token after the shared tokens,
-    and *before* is the text in front of it. Both are set only if the client that asks has supplied the prompt.
+    The two prompts share their first *num_shared* tokens. *departs* is False if one of them ends there. *text* is the
+    prompt's next token, and *before* is the text in front of it. Both are set only if the client that asks for the
+    explanation has sent the prompt again.
     """
 
     num_shared: int
@@ -47,9 +48,10 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All tokens of one prompt, in rows without gaps.
+    """An explanation of why the tokens of one prompt were found in the cache or not.
 
-    *request_id* is None if the prompt belongs to no request, because a client asked what it would hit now.
+    The rows cover all tokens in order, without gaps. *request_id* is None if the prompt belongs to no request, because
+    a client asked what it would hit now.
     """
 
     request_id: str | None
@@ -58,7 +60,7 @@ class Explanation:
     block_size: int
     rows: tuple[ExplainedRun, ...]
     departure: Departure | None  # None if no known prompt shares a token
-    notes: tuple[str, ...] = ()  # limits of the explanation, one line each
+    notes: tuple[str, ...] = ()  # what the explanation cannot tell, one line each
 
     def check(self) -> None:
         """Raise AssertionError unless each token is in exactly one row with exactly one outcome."""

@@ -11,7 +11,8 @@ from kvtier.engine.observability.explain.explanation import Departure, Explained
 class EvictionObject(msgspec.Struct, frozen=True):
     """The evictions of a row's blocks, with the times of the first and the last one.
 
-    *during* has the ids of the tenant's own requests that ran then, or of the last request before.
+    *during* has the ids of the tenant's own requests that ran at that time. If none ran, it has the id of the tenant's
+    last request before.
     """
 
     cause: str
@@ -33,7 +34,7 @@ class RowObject(msgspec.Struct, frozen=True):
 
 
 class DepartureObject(msgspec.Struct, frozen=True):
-    """The point at which a prompt departs from the nearest known prompt, which shares its first tokens."""
+    """The point at which a prompt begins to differ from the most similar earlier prompt."""
 
     shared_tokens: int
     departs: bool

@@ -1,4 +1,4 @@
-"""KnownPrompts: the newest prompts, as fingerprints. OlderPrompts: finds the point where a prompt departs from them."""
+"""KnownPrompts: the newest prompts, as fingerprints. OlderPrompts: a search for the most similar prompt."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ NONE = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The known prompt that shares the most first tokens (*num_shared*) with another prompt.
+    """The result of a comparison with the most similar known prompt, which shares the first *num_shared* tokens.
 
-    *departs* is True if the two prompts then differ, False if one of them ends there.
+    *departs* is True if the two prompts differ in the next token, False if one of them ends there.
     """
 
     num_shared: int
@@ -27,12 +27,15 @@ class Nearest:
 
 @dataclass(frozen=True, slots=True)
 class OlderPrompts:
-    """The prompts that were known at one time, oldest first. A search takes milliseconds; any thread may call it."""
+    """The prompts that were known at one point in time, oldest first.
+
+    A search takes milliseconds. Any thread may call the methods.
+    """
 
     prints: Sequence[PromptFingerprint]
 
     def nearest(self, prompt: PromptFingerprint, num_found: int) -> Nearest | None:
-        """Return the known prompt that shares the most tokens with *prompt*; None if none shares a token.
+        """Compare *prompt* with the known prompt that shares the most first tokens. Return None if none shares a token.
 
         *num_found* is the number of the prompt's first blocks that were in the cache.
         """
@@ -59,7 +62,7 @@ class OlderPrompts:
         return np.isin(prompt.names, np.concatenate([NONE, *(other.names for other in self.prints)]))
 
     def _siblings(self, parent: np.uint64) -> list[tuple[PromptFingerprint, int]]:
-        """Return the known blocks whose parent is *parent*, each as its prompt and its index in the prompt."""
+        """Return the blocks of known prompts whose previous block is *parent*, each as (prompt, index of the block)."""
         parents = np.concatenate([NONE, *(other.parents for other in self.prints)])
         ends = np.cumsum([len(other.parents) for other in self.prints], dtype=np.intp)
         found = []
@@ -70,7 +73,7 @@ class OlderPrompts:
 
 
 class KnownPrompts:
-    """The newest prompts, bounded. `add` and `older` take microseconds. Owned by one thread."""
+    """A bounded memory of the newest prompts. `add` and `older` take microseconds. Owned by one thread."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -87,6 +90,6 @@ class KnownPrompts:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:
-        """Return the prompts that were added before the moment at which `num_added` was *before*."""
+        """Return those of the first *before* added prompts that are still kept. *before* is a value of `num_added`."""
         num_newer = max(0, self.num_added - before)
         return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

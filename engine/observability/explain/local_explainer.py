@@ -13,7 +13,10 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LocalExplainer:
-    """An `Explainer` with the *ghosts*, the evicted blocks, of one engine's tiers. Owned by the engine's thread."""
+    """An `Explainer` for one engine. Owned by the engine's thread.
+
+    *ghosts* is the record of the blocks that the engine's tiers have evicted.
+    """
 
     def __init__(self, explainer: Explainer, ghosts: Ghosts) -> None:
         self._explainer = explainer

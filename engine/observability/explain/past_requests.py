@@ -18,7 +18,7 @@ MAX_OF_ID = 128  # requests returned for one id; an HTTP request has at most as 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A finished request, without its text."""
+    """The facts about a finished request that are kept to explain it later. They do not include its text."""
 
     record: RequestRecord
     trail: Trail
@@ -30,7 +30,7 @@ class Past:
 
 
 class PastRequests:
-    """The newest finished requests. The completions of one HTTP request share an id. Owned by one thread."""
+    """A bounded memory of finished requests. The completions of an HTTP request share an id. Owned by one thread."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Past] = OrderedDict()

@@ -18,11 +18,10 @@ _ROW = 512  # tokens per inner loop of numpy's multiplication; with 16 it takes 
 
 @dataclass(frozen=True)
 class PromptFingerprint:
-    """A prompt as digests and hashes that depend on a secret key.
+    """A representation of a prompt by digests and hashes, which depend on a secret key.
 
-    *marks* has for each token 16 bits of a hash of the token and its position in the block. At the same position two
-    different tokens have different marks, except for at most one pair in 32,768. Properties that only explanations need
-    are computed on first use.
+    *marks* has for each token 16 bits of a hash of the token and its position in the block. Two different tokens at the
+    same position have the same mark with a probability of at most 1 in 32,768.
     """
 
     contents: Mapping[int, bytes]  # digests of the tokens of the first 1, 2, 4, ... and of all full blocks
@@ -41,12 +40,12 @@ class PromptFingerprint:
 
     @cached_property
     def names(self) -> npt.NDArray[np.uint64]:
-        """Hashes of name and namespace of each full block, 64 bits each, [full blocks]."""
+        """64-bit hash of the name and namespace of each full block, [full blocks]."""
         return _words(self.block_names) ^ np.frombuffer(self.namespace, np.uint64)
 
     @cached_property
     def parents(self) -> npt.NDArray[np.uint64]:
-        """Hashes of each block's parent, extra keys and namespace, 64 bits each, [blocks]."""
+        """64-bit hash of the previous block's name, the extra keys and the namespace, for each block, [blocks]."""
         keys = _words(self.first_keys) ^ np.frombuffer(self.namespace, np.uint64)
         return np.concatenate([keys, self.names[len(keys) - 1 : len(self.marks) - 1]])
 
@@ -56,7 +55,7 @@ class PromptFingerprint:
 
 
 class PromptPrinter:
-    """A factory of fingerprints for one block size and one key. Fingerprints with different keys cannot be compared.
+    """A factory of prompt fingerprints. Only fingerprints with the same block size and key can be compared.
 
     The engine's thread makes a fingerprint of each finished request, so the hashes must be fast. `contents` uses xxh3,
     because a keyed blake2b takes 0.55 ms for 131,072 tokens. `marks` uses a multiplication, because a running hash over
@@ -64,7 +63,7 @@ class PromptPrinter:
     """
 
     def __init__(self, block_size: int, key: bytes) -> None:
-        """Create the factory. *key* is the secret."""
+        """Create the factory. *key* is the secret on which all hashes depend."""
         self._block_size = block_size
         self._key = key
         self._seed = int.from_bytes(digest_of(b"contents", key), "little")
@@ -75,7 +74,7 @@ class PromptPrinter:
     def fingerprint_of(
         self, chain: BlockChain, names: Sequence[BlockName], num_tokens: int, namespace: str
     ) -> PromptFingerprint:
-        """Return the fingerprint of the first *num_tokens* tokens of the chain in *namespace*.
+        """Return the fingerprint of a prompt, the first *num_tokens* tokens of *chain*, in *namespace*.
 
         *names* are the names of the full blocks of these tokens. The fingerprint keeps a reference to *names*.
         """
@@ -111,7 +110,7 @@ class PromptPrinter:
     def _marks(
         self, named: npt.NDArray[np.uint32], tail: npt.NDArray[np.uint32], num_blocks: int
     ) -> npt.NDArray[np.uint16]:
-        """Return the marks of the tokens *named* (in full blocks) and *tail* (the rest).
+        """Return the marks of all tokens. *named* are the tokens of full blocks, *tail* are the remaining tokens.
 
         Overwrites *named*, because a new array would not be in the CPU's caches.
         """

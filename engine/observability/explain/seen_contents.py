@@ -1,4 +1,4 @@
-"""SeenContents: the salts, adapters and namespaces under which beginnings of prompts were seen, as digests."""
+"""SeenContents: a memory of the salts, adapters and namespaces with which beginnings of prompts were seen."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,7 +17,10 @@ NUM_NAMESPACES = 256
 
 
 class Way(NamedTuple):
-    """The inputs, in addition to the tokens, that determine the name of a prompt's first block. Salts are digests."""
+    """A salt, adapter and namespace with which a prompt was seen, and the tenant that sent it.
+
+    Together with the tokens, the first three determine the names of the prompt's blocks. The salt is a digest.
+    """
 
     salt: bytes
     adapter: str
@@ -25,16 +28,16 @@ class Way(NamedTuple):
     tenant: str | None  # of the API key; decides who may learn of this way
 
     def may_see(self, other: "Way") -> bool:
-        """Return whether a request of this way may learn that a request of the *other* way existed.
+        """Return whether a request with this way may learn that a request with the *other* way existed.
 
-        A tenant with an API key may learn of all its salts. Without API keys only salts separate clients, so requests
-        with another salt stay hidden. Otherwise a client without that salt could guess their prompts.
+        A tenant with an API key may learn of all its own requests. Without API keys, only salts separate clients. So
+        requests with another salt stay hidden, because otherwise a client without that salt could guess their prompts.
         """
         return other.tenant == self.tenant and (self.tenant is not None or other.salt in (b"", self.salt))
 
 
 class _Kept(msgspec.Struct):
-    """The content of the file."""
+    """The content of the file that `SeenContents.save` writes."""
 
     key: bytes
     namespaces: dict[str, dict[str, str]]
@@ -42,14 +45,14 @@ class _Kept(msgspec.Struct):
 
 
 class SeenContents:
-    """A bounded LRU memory of contents, each with the ways in which it was seen. Owned by one thread.
+    """A bounded LRU memory of the beginnings of prompts, and of the ways in which they were seen.
 
-    A content is the digest of the tokens at the beginning of a prompt. A `Way` is the salt, adapter and namespace with
-    which a request had this content.
+    A beginning is stored as a *content*, the digest of its tokens. A `Way` is the salt, adapter and namespace of a
+    request with this beginning. Owned by one thread.
     """
 
     def __init__(self, key: bytes) -> None:
-        """Create an empty memory. *key* is the secret of all digests, and is saved with them."""
+        """Create an empty memory. *key* is the secret of all digests. `save` writes it to the file, too."""
         self.key = key
         self._ways: OrderedDict[bytes, dict[Way, int]] = OrderedDict()  # by content, each way's `num_added` when added
         self.num_added = 0  # number of calls of `add`; identifies a moment for `differing`
@@ -63,7 +66,7 @@ class SeenContents:
             self._namespaces.popitem(last=False)
 
     def add(self, content: bytes, way: Way) -> None:
-        """Record that this content was seen in this way."""
+        """Record that a prompt with this content was sent with the salt, adapter and namespace of *way*."""
         ways = self._ways.setdefault(content, {})
         ways[way] = ways.pop(way, self.num_added)
         self.num_added += 1
@@ -76,9 +79,9 @@ class SeenContents:
     def differing(self, content: bytes, way: Way, before: int) -> list[str]:
         """Return the fields in which *way* differs from the most similar other way in which the content was seen.
 
-        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways that were first added before the
-        moment at which `num_added` was *before* count, and only if *way* may learn of them, see `Way.may_see`. If there
-        is no such way, the list is empty.
+        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways that `Way.may_see` allows count,
+        and only if they were recorded by one of the first *before* calls of `add`. Without such a way, the list is
+        empty.
         """
         ways = [
             other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)
@@ -104,8 +107,7 @@ class SeenContents:
     def load(cls, path: Path, new_key: bytes) -> "SeenContents":
         """Load the memory saved at *path*.
 
-        If there is none, or the file belongs to another user, is a link or is malformed, return an empty memory with
-        *new_key*.
+        If the file is missing, malformed, a link or another user's, return an empty memory with *new_key*.
         """
         try:
             with open(path, "rb", opener=open_private) as file:

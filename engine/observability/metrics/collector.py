@@ -22,7 +22,7 @@ from kvtier.engine.observability.metrics.tiers import (
 )
 
 if TYPE_CHECKING:
-    from kvtier.engine.core import EngineStatistics  # imports torch, which a server that already counts has not loaded
+    from kvtier.engine.core import EngineStatistics  # imports torch, which a starting server has not loaded yet
 
 
 class EngineCollector(Collector):
@@ -33,7 +33,8 @@ class EngineCollector(Collector):
     ) -> None:
         """Create the collector.
 
-        *compat* is the configuration's `metrics.compat`. *model_name* is a label of the compatible metrics.
+        *compat* is the setting `metrics.compat`: the systems under whose metric names the numbers are shown, too.
+        *model_name* is a label of these additional metrics.
         """
         self._statistics = statistics
         self._compat = compat

@@ -17,7 +17,7 @@ class RequestMetrics:
 
 
 class HttpMetrics(RequestMetrics):
-    """The metrics of a server of completions."""
+    """The metrics of an HTTP server that generates completions."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

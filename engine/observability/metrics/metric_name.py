@@ -31,7 +31,8 @@ _FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 class MetricName:
     """The definition of a metric.
 
-    *name* does not include the suffix that Prometheus adds. Values of *labels* must not be chosen by clients.
+    *name* does not include the suffix that Prometheus adds. Clients must not be able to choose values of
+    *labels*, because each new value is a new time series.
     """
 
     name: str
@@ -44,14 +45,17 @@ class MetricName:
         return self.by({(): value})
 
     def by(self, values: Mapping[_Key, float]) -> Metric:
-        """Return the metric with a sample for each value of its label, or for each tuple of values of its labels."""
+        """Return the metric with one sample for each key of *values*.
+
+        A key is the value of the metric's only label, or the tuple of the values of its labels.
+        """
         family: Metric = _FAMILIES[self.kind](self.name, self.help, labels=self.labels)
         for key, value in values.items():
             family.add_metric((key,) if isinstance(key, str) else key, value)  # type: ignore[attr-defined]  # both have it
         return family
 
     def by_histogram(self, values: Mapping[_Key, HistogramStatistics]) -> Metric:
-        """Return a histogram with samples as for `by`."""
+        """Return the metric with one histogram for each key of *values*. Keys are as for `by`."""
         family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
         for key, value in values.items():
             bounds = [floatToGoString(bound) for bound in (*value.bounds, inf)]  # type: ignore[no-untyped-call]

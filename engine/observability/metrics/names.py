@@ -1,4 +1,4 @@
-"""Catalogue of all kvtier metrics: of engines, servers of completions and sidecars."""
+"""Catalogue of all kvtier metrics: of engines, HTTP servers and sidecars."""
 
 from kvtier.engine.observability.metrics.metric_name import MetricName, counter, gauge, histogram
 
@@ -135,7 +135,7 @@ REMOTE_BREAKER = gauge(
 )
 REMOTE_BREAKER_OPENED = counter("kvtier_remote_breaker_opened", "Times that the side's circuit breaker opened.", "side")
 
-# An engine on a sidecar.
+# An engine that is attached to a sidecar.
 SIDECAR_ATTACHED = gauge(
     "kvtier_sidecar_attached",
     "1 while the engine is attached to its sidecar; at 0 it serves without the sidecar and retries.",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MetricsServer(Protocol):
-    """The server of `/metrics`, or a stand-in if no port is configured."""
+    """A running server of `/metrics`, or an object that does nothing if no port is configured."""
 
     def close(self) -> None:
         """Stop serving. Idempotent."""

@@ -36,13 +36,16 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
 
 
 def corrupt_by_cause(tier: Tier, statistics: TierStatistics) -> dict[str, int]:
-    """Return the corrupt blocks by cause, including zeros, because Prometheus needs a 0 to see a first increase."""
+    """Return the number of corrupt blocks by cause, with 0 for causes that have not occurred yet.
+
+    Without the 0, Prometheus would not see the first increase.
+    """
     causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS, Tier.REMOTE: _FAULTS}[tier]
     return {**dict.fromkeys((cause.value for cause in causes), 0), **statistics.corrupt}
 
 
 def what_if_metrics(ratios: HitRatios) -> Iterator[Metric]:
-    """Yield the estimated hit ratios of tiers of other sizes."""
+    """Yield the hit ratios that are estimated for smaller and larger tiers."""
     yield names.WHAT_IF_HIT_RATIO.by(
         {(tier, f"{size:g}"): ratio for tier, each in ratios.items() for size, ratio in each.items()}
     )
@@ -79,7 +82,7 @@ def remote_metrics(remote: RemoteStatistics) -> Iterator[Metric]:
 
 
 def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
-    """Yield the metrics of the tokens' sources, and of the reasons why some were computed."""
+    """Yield the metrics of where prompt tokens came from, and of why some were computed."""
     yield names.PROMPT_TOKENS.of(tokens.num_tokens)
     yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
     yield names.RECOMPUTED_TOKENS.by({**dict.fromkeys(Reason, 0), **tokens.reasons})

@@ -18,8 +18,8 @@ Listener: TypeAlias = Callable[[RequestRecord], None]
 class RecentRecords:
     """A bounded memory of the newest and the slowest records. Owned by the thread that adds them.
 
-    `add` calls *listeners* with each record, and *trail_listeners* also with its trail, which is not kept here.
-    Listeners must not raise.
+    `add` passes each record to the *listeners*, and each record with its trail to the *trail_listeners*. A trail tells
+    where each block of the prompt came from, and is not kept. Listeners must not raise.
     """
 
     def __init__(self, listeners: Sequence[Listener] = (), trail_listeners: Sequence[TrailListener] = ()) -> None:
@@ -41,9 +41,9 @@ class RecentRecords:
             trail_listener(record, trail)
 
     def newest(self) -> Sequence[RequestRecord]:
-        """Return the newest records, newest first, by value."""
+        """Return a copy of the newest records, newest first."""
         return tuple(reversed(self._newest))
 
     def slowest(self) -> Sequence[RequestRecord]:
-        """Return the slowest requests of the hour before the last record, slowest first, by value."""
+        """Return a copy of the slowest records of the hour before the last record, slowest first."""
         return tuple(self._slowest)

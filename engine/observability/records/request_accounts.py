@@ -27,7 +27,8 @@ COLDEST = (NO_TIER, *(tier.value for tier in Tier))
 class TimesStatistics:
     """Histograms of request times in seconds.
 
-    *ttft* has a histogram for each coldest tier that a request's tokens came from, and one for NO_TIER.
+    *ttft*, the time to the first token, has one histogram per tier. A request counts for the coldest tier that its
+    tokens came from, or for NO_TIER.
     """
 
     ttft: Mapping[str, HistogramStatistics]
@@ -56,7 +57,7 @@ class RequestTimes:
                 histogram.add(seconds)
 
     def statistics(self) -> TimesStatistics:
-        """Return the current counts, by value."""
+        """Return a snapshot of the current counts."""
         return TimesStatistics(
             {coldest: each.statistics() for coldest, each in self._ttft.items()},
             self._queue.statistics(),
@@ -77,7 +78,10 @@ class RequestStatistics:
 
 
 class RequestAccounts:
-    """The statistics, records, log and traces of all requests. Owned by the engine's thread."""
+    """An observer of all requests, which updates their statistics, records, log, traces and explanations.
+
+    Owned by the engine's thread.
+    """
 
     def __init__(
         self,
@@ -93,8 +97,8 @@ class RequestAccounts:
     ) -> None:
         """Take ownership of the log, the traces and the explainer.
 
-        A block of *block_tokens* tokens takes *block_bytes* in all groups together. The *top_tenants* largest tenants
-        are counted by name.
+        A block has *block_tokens* tokens, and takes *block_bytes* in all attention groups together. The *top_tenants*
+        largest tenants are counted by name.
         """
         self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
         self._what_if = what_if
@@ -122,7 +126,7 @@ class RequestAccounts:
             self._served.on_first_token(timeline.ttft_s)
 
     def on_ended(self, request: Request) -> None:
-        """Count a request that has finished or was aborted. Its leases must have ended."""
+        """Count a request that has finished or was aborted. Its leases on blocks must have ended."""
         names = request.chain.names
         num_named = len(request.prompt_token_ids) // self._block_tokens
         trail = self._trails.end(request) or Trail(self._block_tokens, names[:num_named])
@@ -139,12 +143,12 @@ class RequestAccounts:
         self._what_if.on_generated(names[num_asked:], self._block_bytes)
 
     def trace_spills(self) -> None:
-        """Send the spans of copies down that ended since the last call."""
+        """Send the spans of spills that ended since the last call. A spill copies blocks to a lower tier."""
         if self._traces is not None:
             self._traces.go_on()
 
     def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
-        """Return the current counts, by value. *tiers* provide the current sizes of the tiers."""
+        """Return a snapshot of the current counts. *tiers* contains the current sizes of the tiers."""
         return RequestStatistics(
             self._times.statistics(),
             self._served.statistics(),

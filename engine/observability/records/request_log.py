@@ -29,7 +29,7 @@ CLOSING_S = 10.0  # how long closing waits for a disk that hangs
 
 @dataclass(frozen=True, slots=True)
 class LogCounts:
-    """Numbers of lines since the start."""
+    """Numbers of lines written and dropped since the start."""
 
     num_written: int
     num_dropped: int
@@ -44,13 +44,14 @@ class RequestLog:
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         """Open *path* for appending. Raise OSError if that fails.
 
-        A file of *max_bytes* is renamed to `PATH.1`, `PATH.1` to `PATH.2`, and so on; *num_files* files are kept.
+        A file that would exceed *max_bytes* is renamed to `PATH.1`, the earlier `PATH.1` to `PATH.2`, and so on. At
+        most *num_files* files are kept.
         """
         self._path = path
         self._max_bytes = max_bytes
         self._num_files = num_files
         self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MAX_WAITING)
-        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # first and last: by the thread
+        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # the thread changes first and last
         self._is_failing = False
         self._num_bytes = 0  # size of the current file
         self._file: BinaryIO | None = None
@@ -107,7 +108,7 @@ class RequestLog:
             self._is_failing = False
 
     def _give_up(self, error: OSError) -> None:
-        """Log a warning about the first error in a row, and close the file, so that the next line reopens it."""
+        """Close the file, so that the next line reopens it. Log a warning unless the previous write failed, too."""
         if not self._is_failing:
             log.warning("request log: %s cannot be written (%s); lines are dropped until it can", self._path, error)
         self._is_failing = True
@@ -151,7 +152,7 @@ def _opened(path: Path) -> int:
 
 
 def refuse_unusable(config: RequestLogConfig) -> None:
-    """Raise OSError, with what to do, if the configured log cannot be written. Create nothing."""
+    """Raise OSError if the configured log cannot be written. The message says what to do. Create no file."""
     if config.path is None:
         return
     path, folder = Path(config.path), Path(config.path).absolute().parent
@@ -169,7 +170,7 @@ def refuse_unusable(config: RequestLogConfig) -> None:
 
 
 def open_request_log(config: RequestLogConfig) -> RequestLog | None:
-    """Open the configured log, if any. Raise OSError, with what to do, if its file cannot be opened."""
+    """Open the configured log, if any. Raise OSError if its file cannot be opened; the message says what to do."""
     if config.path is None:
         return None
     refuse_unusable(config)
@@ -180,13 +181,13 @@ def open_request_log(config: RequestLogConfig) -> RequestLog | None:
 
 
 def line_of(record: RequestRecord, trail: Trail) -> bytes:
-    """Return the request as a JSON line, see docs/operations.md."""
+    """Return the request as a JSON line. docs/operations.md describes its fields."""
     step, names = coarse_names(trail)
     return msgspec.json.encode(_facts(record) | {"grain": step * trail.block_size, "prefix": names}) + b"\n"
 
 
 def coarse_names(trail: Trail) -> tuple[int, list[str]]:
-    """Return a step, and the names of a prompt's blocks at multiples of the step, at most `MAX_NAMES`.
+    """Return a step, and the name of every step-th block of the prompt, at most `MAX_NAMES` names.
 
     The step is a power of two. So the names of two prompts can be compared at the larger of their two steps.
     """

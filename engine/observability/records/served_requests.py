@@ -70,7 +70,7 @@ class ServedRequests:
         self._token_gap.add(token_gap_s)
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count the stages that a finished request reached."""
+        """Count a finished request, and the times of the stages that it reached."""
         self._finished[str(record.finish_reason)] += 1
         self._prompt.add(record.tokens.num_tokens)
         self._computed.add(record.tokens.recomputed)
@@ -88,7 +88,7 @@ class ServedRequests:
             self._per_token.add(decode_s / max(1, num_generated - 1))
 
     def statistics(self) -> ServedStatistics:
-        """Return the current counts, by value."""
+        """Return a snapshot of the current counts."""
         return ServedStatistics(
             self._ttft.statistics(),
             self._token_gap.statistics(),

@@ -6,17 +6,17 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.tiers.lower.statistics import TokenBalance
 
 OTHER = "other"
-SKETCHED = 8  # for each shown tenant, this many other tenants are watched, whose counts are estimated
+SKETCHED = 8  # number of other tenants with an estimated count, for each shown tenant
 MUCH_LARGER = 2  # to replace the smallest shown tenant, a watched tenant needs more than this many times its tokens
 
 
 class TenantTokens:
     """Token counts of at most *num_shown* tenants by name, and of all other tenants together as OTHER.
 
-    A tenant's count begins when it is first shown. Its earlier tokens stay in OTHER, so no count ever shrinks. The
-    counts of tenants that are not shown are estimated with the Space-Saving algorithm: a new tenant replaces the one
-    with the fewest tokens and inherits its count. Requests without a tenant are not counted. Owned by the thread that
-    creates the records.
+    A shown tenant is one that is counted by name. Its count begins when it is first shown, and its earlier tokens stay
+    in OTHER. To find large tenants among the others, their counts are estimated with the Space-Saving algorithm: a new
+    tenant replaces the one with the fewest tokens and inherits its count. Requests without a tenant are not counted.
+    Owned by the thread that creates the records.
     """
 
     def __init__(self, num_shown: int) -> None:
@@ -41,7 +41,10 @@ class TenantTokens:
         return {**self._shown, **other}
 
     def _is_now_shown(self, tenant: str, num_tokens: int) -> bool:
-        """Show a tenant if there is room, or if it is much larger than the smallest shown one; return whether shown."""
+        """Begin to show a tenant if there is room, or if it is much larger than the smallest shown tenant.
+
+        Return whether the tenant is shown now. If there was no room, the smallest tenant is no longer shown.
+        """
         if tenant == OTHER or not self._num_shown:
             return False
         if len(self._shown) < self._num_shown:
@@ -56,7 +59,7 @@ class TenantTokens:
         return True
 
     def _watch(self, tenant: str, num_tokens: int) -> int:
-        """Add to the tokens of a tenant that is not shown, and return its estimated count."""
+        """Add *num_tokens* to the estimated count of a tenant that is not shown, and return the new estimate."""
         if tenant not in self._watched and len(self._watched) >= SKETCHED * self._num_shown:
             fewest = min(self._watched, key=self._watched.__getitem__)
             self._watched[tenant] = self._watched.pop(fewest)

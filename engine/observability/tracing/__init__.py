@@ -1,1 +1,1 @@
-"""Tracing: OpenTelemetry spans of requests and of copies down, created when these have ended."""
+"""OpenTelemetry tracing: spans of requests, and of spills, which copy blocks to a lower tier."""

@@ -1,4 +1,4 @@
-"""RequestTraces: decides which of an engine's requests are traced, and sends their spans and those of block copies."""
+"""RequestTraces: decides which requests of an engine are traced, and sends spans of them and of spilled blocks."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(slots=True)
 class _Running:
-    """A traced request. *names* grow while it runs; the first *num_told* of them are already recorded."""
+    """A traced request and its blocks' *names*, which may grow. The first *num_told* names are already recorded."""
 
     span: TraceContext
     parent_id: str | None
@@ -25,10 +25,10 @@ class _Running:
 
 
 class RequestTraces:
-    """The traced requests of an engine. Owned by the engine's thread.
+    """The traced requests of an engine, and the spills of their blocks. Owned by the engine's thread.
 
-    Whether a request is traced is decided when it arrives, because its blocks may be copied down before it ends.
-    Nothing is kept about requests that are not traced.
+    A spill copies blocks to a lower tier. Whether a request is traced is decided when it arrives, because its blocks
+    may be spilled before it ends. Nothing is kept about requests that are not traced.
     """
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,11 +49,14 @@ class RequestTraces:
 
     @property
     def spills(self) -> SpillLog:
-        """Log of copies down, which the tiers write to."""
+        """Log to which the tiers write their spills."""
         return self._spills.log
 
     def begin(self, request: Hashable, caller: Caller, names: Sequence[BlockName]) -> None:
-        """Decide whether a new request is traced. Until its end, the list *names* of its blocks may grow."""
+        """Decide whether a new request is traced.
+
+        *names* are the names of its blocks. The caller may append to the list until the request ends.
+        """
         span, parent_id = self._tracer.begin(caller.traceparent, caller.request_id)
         if span.is_sampled:
             self._running[request] = _Running(span, parent_id, names)
@@ -66,22 +69,22 @@ class RequestTraces:
             self._tracer.end_request(record, running.span, running.parent_id)
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """Return the spans of traced requests, running or finished, that have some of these blocks.
+        """Return the traced requests, running or finished, that have some of these blocks.
 
-        The values are the indices of each request's blocks in *names*.
+        The keys are the requests' spans. The values are the indices of each request's blocks in *names*.
         """
         for running in self._running.values():
             self._tell(running)
         return self._spills.find(names)
 
     def go_on(self) -> None:
-        """Send the spans of copies down that ended since the last call."""
+        """Send the spans of spills that ended since the last call."""
         for running in self._running.values():
             self._tell(running)
         self._spills.go_on()
 
     def close(self) -> None:
-        """Send the remaining spans, and end."""
+        """Send the remaining spans and close the tracer."""
         self.go_on()
         self._tracer.close()
 

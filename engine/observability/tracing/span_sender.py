@@ -36,7 +36,7 @@ class SpanSender:
         """Start the thread. Raise `MissingExtra` if a package is missing.
 
         Args:
-            endpoint: The collector's URL, for OTLP over HTTP. The default path is `TRACES`.
+            endpoint: The collector's URL, for OTLP over HTTP. If it has no path, `TRACES` is added.
             service: The value of the spans' `service.name`.
         """
         with extra("otel", "tracing", "or remove [tracing]"):
@@ -89,7 +89,7 @@ class SpanSender:
         is_sent = result is SpanExportResult.SUCCESS
         if is_sent == self._is_failing:
             told = "accepts spans again" if is_sent else "does not accept spans; they are dropped until it does"
-            log.warning("tracing: %s %s", self._endpoint, told)
+            log.warning("tracing: the collector at %s %s", self._endpoint, told)
         self._is_failing = not is_sent
 
 

@@ -1,4 +1,4 @@
-"""SpillTraces: spans of batches of blocks that are copied down, or are dropped instead of being copied."""
+"""SpillTraces: spans of spills, the batches of blocks that are copied to a lower tier or evicted without a copy."""
 
 import time
 from collections import deque
@@ -10,16 +10,13 @@ from kvtier.engine.observability.tracing.tracer import Tracer
 from kvtier.tiers.lower.spill_log import Drop, Spill, SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 
-MAX_BLOCKS = 1 << 16  # names to keep: a million tokens in blocks of 16; copies of older requests have no spans
+MAX_BLOCKS = 1 << 16  # names to keep: a million tokens in blocks of 16; spills of older requests have no spans
 MAX_OWNERS = 8  # requests to remember for each block, the newest
 MAX_LINKS = 32  # requests to which the span of a batch links
 
 
 class TracedBlocks:
-    """The blocks of the newest traced requests, by name. A block may belong to several requests.
-
-    Owned by one thread.
-    """
+    """An index from block names to the newest traced requests that have the block. Owned by one thread."""
 
     def __init__(self) -> None:
         self._owners: dict[BlockName, tuple[TraceContext, ...]] = {}  # oldest first
@@ -27,7 +24,7 @@ class TracedBlocks:
         self._num_added = 0  # number of names in `_added`
 
     def add(self, request: TraceContext, names: Sequence[BlockName]) -> None:
-        """Record further blocks of the request with this span. *names* must not change afterwards."""
+        """Record further blocks of a request, which is identified by its span. *names* must not change afterwards."""
         new: dict[BlockName, tuple[TraceContext, ...]] = dict.fromkeys(names, (request,))
         for name in new.keys() & self._owners.keys():
             new[name] = (*self._owners[name][1 - MAX_OWNERS :], request)
@@ -38,9 +35,9 @@ class TracedBlocks:
             self._forget_oldest()
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """Return the spans of at most `MAX_LINKS` requests that have some of these blocks.
+        """Return at most `MAX_LINKS` requests that have some of these blocks.
 
-        The values are the indices of each request's blocks in *names*.
+        The keys are the requests' spans. The values are the indices of each request's blocks in *names*.
         """
         found: dict[TraceContext, list[int]] = {}
         if self._owners.keys().isdisjoint(names):  # usually true if few requests are sampled; 2 us for 128 names
@@ -63,11 +60,11 @@ class TracedBlocks:
 
 
 class SpillTraces:
-    """Spans of batches of copies down. Owned by the tiers' thread.
+    """Spans of spills, each of which copies a batch of blocks to a lower tier. Owned by the tiers' thread.
 
-    A batch is copied later than its requests run, and may contain blocks of several requests. So its span is the root
-    of a separate trace, with links to the traced requests whose blocks it contains. A batch without blocks of a traced
-    request has no span.
+    A batch may be copied after its requests have ended, and may contain blocks of several requests. So its span is the
+    root of a separate trace, with links to the traced requests whose blocks it contains. A batch without blocks of a
+    traced request has no span.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class SpillTraces:
         clock: Callable[[], float] = time.monotonic,
         attributes: Mapping[str, Attribute] = MappingProxyType({}),
     ) -> None:
-        """Create the log. *clock* must be the clock of the tiers; *attributes* are added to every span."""
+        """Create an empty log. *clock* must be the clock of the tiers; *attributes* are added to every span."""
         self.log = SpillLog(clock)  # the tiers write to it
         self._tracer = tracer
         self._clock = clock
@@ -88,11 +85,11 @@ class SpillTraces:
         self._blocks.add(request, names)
 
     def find(self, names: Sequence[BlockName]) -> Mapping[TraceContext, Sequence[int]]:
-        """Return the spans of traced requests that have some of these blocks, as `TracedBlocks.find` does."""
+        """Return the traced requests that have some of these blocks, see `TracedBlocks.find`."""
         return self._blocks.find(names)
 
     def go_on(self) -> None:
-        """Send the spans of copies down that ended since the last call."""
+        """Send the spans of spills that ended since the last call."""
         spills = self.log.take()
         if not spills:
             return
@@ -103,9 +100,9 @@ class SpillTraces:
 
 
 def span_of(spill: Spill, epoch: float, requests: Sequence[TraceContext], attributes: Mapping[str, Attribute]) -> Span:
-    """Return the span of a batch, with links to the spans of *requests*.
+    """Return the span of a spill, with links to the spans of *requests*.
 
-    *epoch* is the zero of the tiers' clock, in seconds since the Unix epoch.
+    *epoch* is the Unix time at which the tiers' clock was 0.
     """
     source, target = spill.route.split("_to_")
     return Span(

@@ -39,7 +39,7 @@ class TraceContext:
 
     @property
     def header(self) -> str:
-        """Header `traceparent` for work on behalf of this span."""
+        """Value of a header `traceparent` that makes this span the parent of further spans."""
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
 
 
@@ -51,7 +51,7 @@ def _random(num_bytes: int) -> str:
 class Span:
     """A span of a trace. *parent_id* is None for the root span.
 
-    Times are in seconds since the Unix epoch. No attribute contains text of the user.
+    Times are in seconds since the Unix epoch. No attribute contains text of a prompt or an answer.
     """
 
     name: str
@@ -60,6 +60,6 @@ class Span:
     start: float
     end: float
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    is_server: bool = False  # whether it answers a request from the network
+    is_server: bool = False  # whether the span is of an answer to a request from the network
     is_failed: bool = False
     links: Sequence[TraceContext] = ()  # related spans of other traces, all of them sampled

@@ -14,9 +14,10 @@ from kvtier.engine.scheduling.request_record import RequestRecord
 
 
 class Tracer:
-    """A tracer of requests. A request with a `traceparent` header is traced if the header has the flag "sampled".
+    """A sampler of requests for OpenTelemetry traces, which also sends the spans of the chosen requests.
 
-    Of the requests without a `traceparent`, the fraction *sample* is traced, each in a trace of its own.
+    A request with a `traceparent` header is traced if the header has the flag "sampled". Of the other requests, the
+    fraction *sample* is traced, each in a trace of its own.
     """
 
     def __init__(self, sender: SpanSender, sample: float, dice: Callable[[], float] = random.random) -> None:
@@ -36,10 +37,11 @@ class Tracer:
         return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
 
     def begin(self, header: str | None, request_id: str = "") -> tuple[TraceContext, str | None]:
-        """Return a span for a request, and the id of its parent span, or None.
+        """Return the context of a new span for a request, and the id of the parent span.
 
-        The parent is the span in *header*, the request's `traceparent`. Without a valid *header*, a sampled request's
-        span is derived from *request_id*, unless that is empty, so that another call returns the same span.
+        The parent is the span in *header*, the request's `traceparent`. Without a valid *header*, the parent id is
+        None. The span of a sampled request is then derived from *request_id*, so that another call returns the same
+        span. If *request_id* is empty, the span is random.
         """
         parent = TraceContext.of(header)
         if parent is None:
@@ -52,7 +54,7 @@ class Tracer:
             self._sender.send(lambda: [span])
 
     def on_record(self, record: RequestRecord) -> None:
-        """Send the spans of a finished request, if it is traced. Can be a listener of `RecentRecords`."""
+        """Send the spans of a finished request, if it is traced. Can be registered as a listener of `RecentRecords`."""
         self.end_request(record, *self.begin(record.traceparent, record.request_id))
 
     def end_request(self, record: RequestRecord, span: TraceContext, parent_id: str | None) -> None:
@@ -63,17 +65,20 @@ class Tracer:
     def on_part(
         self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """Send the span of further work for a request that has no `traceparent`, if the request is traced."""
+        """Send one more span of a request that has no `traceparent`, if the request is traced.
+
+        The span becomes a child of the request's root span.
+        """
         root = self._of_request(request_id)
         if root.is_sampled:
             self._sender.send(lambda: [Span(name, root.child(), root.span_id, start, end, attributes)])
 
     def close(self) -> None:
-        """Send the remaining spans, and end."""
+        """Send the remaining spans, and stop the sender."""
         self._sender.close()
 
     def _of_request(self, request_id: str) -> TraceContext:
-        """Return the root span of the request's trace, which is derived from its id without keeping any state."""
+        """Return the root span of a request's own trace, computed from *request_id*; random if the id is empty."""
         if not self._sample or not request_id:
             return TraceContext.root(self._is_chosen())
         digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""`Bucket`: the requests to an object store, by the package obstore, with kvtier's own errors and a request count."""
+"""`Bucket`: requests to an object store, sent by the package obstore, with kvtier's own errors and a request count."""
 
 import os
 import re
@@ -28,7 +28,7 @@ _SHARED = 0o770  # if the folder is writable for its group, whose members then s
 
 
 class UsageMeter:
-    """A sum of `RemoteUsage`. All methods are thread-safe."""
+    """A counter that adds up the `RemoteUsage` of all requests. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._usage = RemoteUsage()
@@ -58,17 +58,18 @@ class Tail(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Bytes of an object, and the ETag of the object that they were read from."""
+    """Bytes of an object, and the object's ETag when they were read ("" if the store has none)."""
 
     data: memoryview
     tag: str
 
 
 class Bucket:
-    """One location in an object store. All methods are thread-safe; each is one request unless it says otherwise.
+    """A client of one location in an object store. All methods are thread-safe.
 
-    Each call ends within three times the settings' timeout, retries included. It raises `RemoteUnavailable` on a
-    timeout or if the request is refused. An object appears atomically, to all clients.
+    A method sends one request unless its docstring says otherwise. Each call ends within three times the timeout in
+    *settings*, retries included. It raises `RemoteUnavailable` on a timeout or if the request is refused. All clients
+    see a new object at the same time, and never a part of it.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
@@ -83,7 +84,7 @@ class Bucket:
         self._opened = None
 
     def read_tail(self, path: str, num_bytes: int) -> Tail | None:
-        """Return the object's last *num_bytes* or fewer, or None if there is no object. Azure needs two requests."""
+        """Return up to *num_bytes* from the object's end, or None if there is no object. Azure needs two requests."""
         with self._told():
             try:
                 return self._read_tail(path, num_bytes)
@@ -162,7 +163,7 @@ class Bucket:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Raise the package's errors as `RemoteUnavailable`, without texts that may contain a signed address."""
+        """Convert obstore's errors to `RemoteUnavailable`, without their text, which may contain a signed URL."""
         try:
             yield
         except RemoteUnavailable:
@@ -172,7 +173,10 @@ class Bucket:
 
 
 def _open(settings: ObjectSettings) -> tuple[Any, "ObjectStore | None"]:
-    """Return the package and its store. Raises `MissingExtra` without the package, ValueError for unusable settings."""
+    """Return the package obstore and its client for *settings*.
+
+    Raises `MissingExtra` if the package is not installed, and ValueError for unusable settings.
+    """
     with extra("object", "an object store"):
         import obstore
 
@@ -222,10 +226,11 @@ def _reason(error: Exception) -> str:
 
 
 class ObjectFolder:
-    """The folder of a `file://` store. Keys and values in it reveal the prompts, so no other user may read them.
+    """The folder of a `file://` store, which sets the permissions of the files in it.
 
-    Folders have the mode 0700 and objects 0600. If the operator has made the store's folder writable for its group, the
-    modes are 0770 and 0660. All methods are thread-safe.
+    Keys and values reveal the prompts, so other users must not read them. Folders get the mode 0700 and objects 0600.
+    If the operator has made the store's folder writable for its group, the modes are 0770 and 0660. All methods are
+    thread-safe.
     """
 
     def __init__(self, root: Path) -> None:
@@ -247,7 +252,10 @@ class ObjectFolder:
             raise ValueError(f"object store: {url}: {error.strerror}; give a folder that can be written to") from error
 
     def make_parents(self, path: str) -> None:
-        """Create an object's folders before it is put, so that it is never visible before its own mode is set."""
+        """Create the private folders that contain an object, before the object is put.
+
+        Otherwise other users could read the object until its own mode is set.
+        """
         folder = self._root
         for name in Path(path).parts[:-1]:
             folder /= name
@@ -261,7 +269,7 @@ class ObjectFolder:
             self._set_mode(self._root / path, self._mode & 0o660)
 
     def _set_mode(self, path: Path, mode: int) -> None:
-        """Set the mode, unless another user owns the file and so has set it."""
+        """Set the mode of *path* if this process's user owns it. Otherwise the owner's process has set the mode."""
         found = path.stat(follow_symlinks=False)
         if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o777 != mode:
             path.chmod(mode)

@@ -1,4 +1,4 @@
-"""`KnownSegments`: a bounded cache of footers, which say in which object and where in it the value of a key is."""
+"""`KnownSegments`: a bounded cache of segment footers, which say where in which object the value of a key is."""
 
 import threading
 from collections import OrderedDict
@@ -14,7 +14,7 @@ _MAX_REFUSED = 1_000
 
 
 class Place(NamedTuple):
-    """Location of a value: an object, its version, and the bytes."""
+    """Location of a value: the object's path and ETag, and the value's entry in the object's footer."""
 
     path: str
     tag: str
@@ -23,7 +23,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownSegment:
-    """An object's footer. *tag* is the object's ETag, which changes with an overwrite, or "" if the store has none."""
+    """The footer of a segment. *tag* is the ETag of the segment's object.
+
+    An ETag changes when the object is overwritten. It is "" if the store has no ETags.
+    """
 
     path: str
     tag: str
@@ -31,10 +34,10 @@ class KnownSegment:
 
 
 class KnownSegments:
-    """The segments (objects that hold a run of blocks) whose footer this client has read or written.
+    """A cache of the footers of the segments that this client has read or written.
 
-    The least recently used segments are forgotten. Entries may be outdated. That does no harm, because every value that
-    is read through them is verified. All methods are thread-safe.
+    A segment is an object that holds a run of blocks. When the cache is full, the least recently used segment is
+    forgotten. An outdated entry does no harm, because each value that is read is verified. All methods are thread-safe.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -46,7 +49,10 @@ class KnownSegments:
         self._lock = threading.Lock()
 
     def add(self, segment: KnownSegment) -> None:
-        """Remember the entries of *segment*, except for refused ones. They replace earlier entries of the same keys."""
+        """Remember the entries of *segment*, which replace earlier entries of the same keys.
+
+        Places that were passed to `refuse` are not remembered.
+        """
         with self._lock:
             self._forget(segment.path)
             self._segments[segment.path] = segment
@@ -58,7 +64,7 @@ class KnownSegments:
                 self._forget(next(iter(self._segments)))
 
     def places(self, keys: Iterable[bytes]) -> dict[bytes, Place]:
-        """Return the places of those *keys* that have one."""
+        """Return the known places of *keys*, by key. A key without a known place is left out."""
         with self._lock:
             found = {key: place for key in keys if (place := self._places.get(key)) is not None}
             for path in {place.path for place in found.values()}:
@@ -66,7 +72,10 @@ class KnownSegments:
         return found
 
     def refuse(self, place: Place) -> None:
-        """Never use *place* for its key again. The value there is damaged, and another object may hold the key too."""
+        """Never return *place* again, because the value there is damaged.
+
+        Another object may still provide a place for the same key.
+        """
         with self._lock:
             self._refused[place.path, place.tag, place.entry.key] = None
             while len(self._refused) > _MAX_REFUSED:

@@ -1,4 +1,4 @@
-"""`ParallelCalls`: parallel calls that wait for a network, with a deadline and a way to end the waiting."""
+"""`ParallelCalls`: a pool of threads for network calls, whose user waits only until a deadline."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,9 +11,10 @@ T = TypeVar("T")
 
 
 class ParallelCalls:
-    """A pool of threads for calls. Its user waits for them until a deadline or until `close`, and no longer.
+    """A pool of threads that runs network calls in parallel.
 
-    A call that has begun cannot be stopped, so it must end by its own timeout.
+    The user of the pool waits for the results only until a deadline or until `close`. A call that has begun cannot be
+    stopped, so each call must have a timeout of its own.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -28,7 +29,10 @@ class ParallelCalls:
             raise RemoteUnavailable("the store is closed")
 
     def run(self, calls: Sequence[Callable[[], T]], timeout_s: float) -> list[T | RemoteUnavailable]:
-        """Return for each call its result, or why there is none. Errors other than `RemoteUnavailable` are raised."""
+        """Run *calls* in parallel. Return for each call its result, or a `RemoteUnavailable` that says why it failed.
+
+        A call also fails if it does not end within *timeout_s*. Other errors of the calls are raised.
+        """
         countdown = _Countdown(len(calls))
         with self._lock:
             self.check_open()
@@ -48,7 +52,10 @@ class ParallelCalls:
         return results
 
     def close(self) -> None:
-        """End the waiting; calls that have begun end by themselves. May be called again."""
+        """End the waiting: each `run` in progress raises `RemoteUnavailable`. A second call does nothing.
+
+        Calls that have begun end by themselves.
+        """
         with self._lock:
             self._is_closed = True
             for countdown in self._waiting:
@@ -80,7 +87,7 @@ class _Countdown:
 
 
 def _failure_of(future: Future[T]) -> RemoteUnavailable | None:
-    """Return why there is no result, or None if there is one or an error that must be raised."""
+    """Return the error if *future* raised `RemoteUnavailable` or has not ended, else None."""
     if future.cancelled() or not future.done():
         return RemoteUnavailable("no answer in time")
     error = future.exception()

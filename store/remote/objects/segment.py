@@ -1,4 +1,4 @@
-"""Segments: the records of consecutive blocks, one after the other, and a footer that says where each record is.
+"""The format of segments: the records of consecutive blocks, and a footer that says where each record is.
 
 This module only converts bytes; it does no I/O.
 """
@@ -19,11 +19,11 @@ _ENTRY = struct.Struct("<HQ8s")  # bytes of the key after its namespace, bytes o
 _FIELDS = struct.Struct("<4sHIQ")  # magic, version, number of entries, bytes of the entries
 _CHECKSUM_BYTES = 8
 _TRAILER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
-_MAX_FOOTER_BYTES = 4 << 20  # 70,000 blocks, where segments have 256 on average; a larger footer is not ours
+_MAX_FOOTER_BYTES = 4 << 20  # 70,000 blocks; segments have 256 on average, so a larger footer is not from kvtier
 
 
 class Entry(NamedTuple):
-    """Where a key's value is in its segment, in bytes from the segment's start, and the value's checksum."""
+    """An entry of a footer: the byte range of a key's value in its segment, and the value's checksum."""
 
     key: bytes
     start: int
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A segment ready to be put."""
+    """A segment as bytes to put, and the entries of its footer."""
 
     data: memoryview
     entries: list[Entry]
@@ -47,7 +47,7 @@ def checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def pack(records: Sequence[RemoteRecord]) -> Packed:
-    """Return the segment of *records*, which are of one namespace. It has its own copy of the payloads."""
+    """Return the segment of *records*, which belong to one namespace. The segment contains a copy of the payloads."""
     entries = list(_entries_of(records))
     footer = _footer(entries, records[0].key[:NAMESPACE_BYTES])
     value_bytes = sum(entry.num_bytes for entry in entries)
@@ -80,10 +80,10 @@ def footer_bytes(tail: memoryview) -> int | None:
 
 
 def read_footer(tail: memoryview, segment_bytes: int, namespace: bytes) -> list[Entry]:
-    """Return the entries in the footer at the end of *tail*, or none if the footer is invalid.
+    """Return the entries in the footer at the end of *tail*, or an empty list if the footer is invalid.
 
-    *tail* ends where the segment ends. A footer is invalid if it is of another *namespace* or does not account for each
-    of the segment's bytes.
+    *tail* is the last part of a segment of *segment_bytes*. A footer is invalid if it is damaged, if it belongs to
+    another *namespace*, or if its entries do not account for every byte of the segment.
     """
     num_bytes = footer_bytes(tail)
     if num_bytes is None or num_bytes > len(tail):
@@ -109,7 +109,10 @@ def _entries_of(records: Sequence[RemoteRecord]) -> Iterator[Entry]:
 
 
 def _unpack(packed: memoryview, namespace: bytes) -> list[Entry]:
-    """Return the entries, or none if they do not end where *packed* ends. Their checksum was verified before."""
+    """Return the entries in *packed*, or an empty list if the last entry is incomplete.
+
+    The caller has verified the checksum of *packed*.
+    """
     entries: list[Entry] = []
     at = start = 0
     while at + _ENTRY.size <= len(packed):

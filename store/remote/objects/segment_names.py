@@ -1,10 +1,14 @@
-"""Names of segments, which are the objects that each hold a run of consecutive blocks of a chain.
+"""Names of segments, the objects that each hold a run of consecutive blocks of a chain.
 
-The keys alone determine where a run is cut into segments, so a client that has the keys knows the names. A key has a
-*level*, given by its hash: half of all keys have level 0, a quarter level 1, and so on. The blocks between two keys of
-at least a given level are an interval, which ends with the second key. A segment is a whole interval. Its name consists
-of its last key and a level, and determines which keys it holds, because a key determines all keys before it. So equal
-names mean equal keys, whichever client writes them.
+A client that has the keys of a chain can compute the names of its segments, because the keys alone determine where a
+chain is cut:
+
+- Each key has a *level*, given by its hash. Half of all keys have level 0, a quarter level 1, and so on.
+- An interval of a level is the blocks between two neighbouring keys that have at least this level. It includes the
+  second key but not the first.
+- A segment holds a whole interval. Its name consists of the interval's last key and a level.
+
+A key determines all keys before it. So a name determines which keys are in the segment, whichever client writes it.
 """
 
 import hashlib
@@ -25,10 +29,10 @@ _ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 
 
 class SegmentName(NamedTuple):
-    """The interval of *level* that ends with the key *last*. Level 0 stands for that block alone.
+    """The name of a segment: the last key of its interval, and the interval's level.
 
-    *level* is one more than the highest level of the keys before *last* in the interval, so that an interval has one
-    name.
+    *level* is one more than the highest level of the keys before *last* in the interval, so that each interval has only
+    one name. Level 0 means that the interval consists of *last* alone.
     """
 
     level: int
@@ -45,7 +49,7 @@ class SegmentName(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Records that go into one object."""
+    """Records that are stored in one object, and the object's name."""
 
     name: SegmentName
     records: Sequence[RemoteRecord]
@@ -57,7 +61,7 @@ def folder_of(key: bytes) -> str:
 
 
 def level_of(key: bytes) -> int:
-    """Return the level of *key*, 0 to `TOP`, which is the number of zeros at the end of the key's hash.
+    """Return the level of *key*: the number of zero bits at the end of the key's hash, at most `TOP`.
 
     The key is hashed here because a block's name need not be a hash.
     """
@@ -66,12 +70,15 @@ def level_of(key: bytes) -> int:
 
 
 def cut(records: Sequence[RemoteRecord]) -> list[Segment]:
-    """Cut *records* into as few segments as whole intervals allow. A record without a parent begins a chain."""
+    """Cut *records* into as few segments as possible, each a whole interval. A record without parent begins a chain."""
     return [segment for run in _runs(records) for segment in _cut_run(run)]
 
 
 def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-    """Return the runs in *records*: in a run each record is the parent of the next. Runs may be interleaved."""
+    """Group *records* into runs. In a run, each record is the parent of the next record.
+
+    In *records* the runs may be interleaved.
+    """
     runs: list[list[RemoteRecord]] = []
     by_end: dict[bytes, list[RemoteRecord]] = {}
     for record in records:
@@ -85,11 +92,12 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Yield segments, each the longest interval that begins there, ends within *run*, and fits `MAX_BYTES`.
+    """Cut *run* into segments, each the longest interval that begins after the last one and has at most `MAX_BYTES`.
 
-    An interval has at most four times as many blocks as follow it in the run, or 8 blocks. The limit helps another
-    prompt that shares a document with this run and then continues differently, because it cannot use an interval that
-    goes beyond the document. So it misses fewer blocks of the document than four times what this run has after it.
+    An interval has at most four times as many blocks as follow it in the run, or 8 blocks. This limit helps another
+    prompt that begins with the same document as this run and then continues differently. That prompt cannot use an
+    interval that extends beyond the document. With the limit it misses only a part of the document: fewer blocks than
+    four times the number of this run's blocks after the document.
     """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
@@ -105,7 +113,10 @@ def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
 
 
 def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
-    """Return the end of the longest interval that begins at *start*, which is just behind its last block."""
+    """Return the end (exclusive) of the longest interval that begins at index *start*.
+
+    *begun* is the highest level that has an interval beginning there.
+    """
     end = start + 1
     highest = levels[start]  # each end found is the first one of its level, so intervals up to that level end there
     num_bytes = sizes[start]

@@ -1,4 +1,4 @@
-"""`SegmentSearch`: the segments that may hold the keys of a chain, requested in rounds, the longest ones first."""
+"""`SegmentSearch`: a search for the segments that hold the keys of a chain, in rounds, the longest segments first."""
 
 from collections.abc import Container, Iterator, Sequence
 
@@ -9,25 +9,28 @@ _GROWTH = 4
 
 
 class SegmentSearch:
-    """The requests that find the segments of one chain, whose keys are in its order. The class itself does no I/O.
+    """A search for the segments of one chain. It says which segments to request next, and does no I/O itself.
 
-    A segment is an interval of the chain, cut at keys of a given level (see `segment_names`). The first round asks for
-    every interval of the top level. The later rounds begin at the first key that was not found. They ask for the
-    smaller intervals in its missing interval, two per level on average. If segments of a level were found, the next
-    rounds ask for more intervals of that level. So the search ends with the first interval of which nothing was found,
-    unless segments behind it were found. Below the top level the search makes at most 64 requests, plus one for each
-    key that it has found.
+    A segment holds an interval of the chain, which is cut at keys of a given level (see `segment_names`).
+
+    - The first round requests every interval of the top level.
+    - Each later round begins at the first key that was not found. It requests the smaller intervals within the missing
+      interval, two per level on average.
+    - If segments of a level were found, the next rounds request more intervals of that level.
+
+    So the search ends at the first interval of which nothing was found, unless later segments were found. Below the top
+    level the search makes at most 64 requests, plus one for each key that it has found.
     """
 
     def __init__(self, keys: Sequence[bytes], known: Container[bytes] = ()) -> None:
-        """Prepare a search for those *keys* that are not *known*.
+        """Prepare a search for those of *keys* that are not *known*.
 
-        *keys* must be consecutive in the chain, because the keys show where intervals begin.
+        *keys* must be consecutive in the chain, because the levels of the keys show where intervals begin and end.
         """
         self._keys = keys
         self._levels = [level_of(key) for key in keys]
         self._missing = [at for at, key in enumerate(keys) if key not in known]
-        self._found: set[int] = set()  # by this search; intervals that end with a known key may be requested
+        self._found: set[int] = set()  # indices of keys found by this search, without those known before it
         self._num_parts_asked = 0
         self._asked: dict[SegmentName, int] = {}  # requests of the last round, with their level
         self._seen: set[SegmentName] = set()
@@ -48,9 +51,9 @@ class SegmentSearch:
         return parts
 
     def found(self, names: Sequence[SegmentName], keys: Container[bytes]) -> None:
-        """Note that segments of these *names* exist, and that the search's keys in *keys* now have a place.
+        """Record that the segments *names* exist. *keys* contains all keys whose place is now known.
 
-        Names of another search are ignored.
+        Names that another search has requested are ignored.
         """
         self._found.update(at for at in self._missing if self._keys[at] in keys)
         self._missing = [at for at in self._missing if at not in self._found]
@@ -63,7 +66,10 @@ class SegmentSearch:
         return list(self._asked)
 
     def _ahead(self, level: int) -> Iterator[tuple[int, int, SegmentName]]:
-        """Yield end, level and name of the intervals of *level* with missing keys, as far ahead as `_reach` says."""
+        """Yield the end, level and name of each interval of *level* that should be requested next.
+
+        These are the next intervals with missing keys, as many as `_reach` allows.
+        """
         num_passed, end = 0, -1
         for at in self._missing:
             if at <= end:
@@ -79,10 +85,10 @@ class SegmentSearch:
                 return
 
     def _names(self, at: int, level: int) -> Iterator[SegmentName]:
-        """Yield the names that the interval of *level* ending at key *at* may have.
+        """Yield the possible names of the interval of *level* that ends at index *at*.
 
-        There are several if the chain may have begun before the first key, because then not all of the interval is
-        known.
+        There are several if the interval may have begun before the first key of the search. Then the levels of some of
+        its keys are unknown.
         """
         inner = -1
         for before in range(at - 1, -1, -1):

@@ -27,9 +27,9 @@ Owners = list[Address | None]  # the slot map: which node has each of the cluste
 
 @dataclass(frozen=True)
 class _Way:
-    """The node that a command is sent to.
+    """The node that a command is sent to, and whether ASKING is sent before the command.
 
-    *is_asking* is set while the node is importing the slot, so that ASKING is sent before the command.
+    A node requires ASKING while it is importing the command's hash slot.
     """
 
     address: Address
@@ -37,12 +37,14 @@ class _Way:
 
 
 class RedisCluster:
-    """The primaries of a cluster. All methods are thread-safe.
+    """A client of the primary nodes of a cluster. All methods are thread-safe.
 
-    A node that is down or silent makes only its own keys fail. The calls that find it silent wait once. From then on
-    calls skip the node (`ClusterMember`), and the slot map is requested again in the background. redis-py's own
-    `RedisCluster` asks one node after the other and retries failed commands key by key. There a silent node would delay
-    a batch by many times its timeout.
+    A node that is down or silent makes only the commands for its own keys fail. The first calls to a silent node wait
+    for one timeout. Later calls skip the node (see `ClusterMember`), and the slot map is requested again in the
+    background.
+
+    redis-py's own `RedisCluster` asks one node after the other and retries failed commands key by key. With it, a
+    silent node would delay a batch by many times its timeout.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -58,7 +60,10 @@ class RedisCluster:
         self._looker = ThreadPoolExecutor(1, "redis cluster")
 
     def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """Return the reply to each command, or why there is none. Does not wait beyond *until* (monotonic)."""
+        """Send *commands* and return the reply to each, or the error that says why there is none.
+
+        Does not wait beyond *until*, a time of `time.monotonic`.
+        """
         slots = [key_slot(command.key) for command in commands]
         owners = self._known_owners(until)
         if owners is None:
@@ -79,7 +84,7 @@ class RedisCluster:
         return replies
 
     def primaries(self) -> list[RedisNode]:
-        """Return the nodes that own slots, as far as is known now. Raises the reason if the slot map is not known."""
+        """Return the nodes that own hash slots, by the latest slot map. Raises an error if no slot map is known."""
         owners = self._known_owners(time.monotonic() + self._settings.timeout_s)
         if owners is None:
             raise self._trouble
@@ -113,7 +118,7 @@ class RedisCluster:
                 yield from ((i, NoAnswer(f"{way.address} did not answer in time")) for i in ids)
 
     def _redirected(self, slot: int, way: _Way, reply: AskError) -> _Way:
-        """Return where to send a command that a node has redirected."""
+        """Return where to send a redirected command for *slot*. A permanent redirection also updates the slot map."""
         address = Address(reply.host or way.address.host, int(reply.port))
         if not isinstance(reply, MovedError):
             return _Way(address, is_asking=True)
@@ -138,7 +143,10 @@ class RedisCluster:
         return self._owners
 
     def _look(self) -> "Future[None]":
-        """Request the slot map in a background thread, unless that is in progress or was done just now."""
+        """Request the slot map in a background thread, and return a future that is done when the request has ended.
+
+        Sends no second request while one is in progress or shortly after one.
+        """
         with self._lock:
             is_time = self._looking.done() and time.monotonic() >= self._look_after
             if is_time and not self._is_closed:
@@ -169,7 +177,7 @@ class RedisCluster:
         return list(dict.fromkeys([*lively, *self._settings.addresses, *(address for address, _ in members)]))
 
     def _learn(self, owners: Owners) -> None:
-        """Use *owners* from now on, and close the members that own nothing."""
+        """Use the slot map *owners* from now on, and close the members that own no slot."""
         with self._lock:
             self._owners = owners
             gone = [self._members.pop(address) for address in set(self._members).difference(owners)]
@@ -178,7 +186,7 @@ class RedisCluster:
 
 
 def _told(way: _Way, commands: Sequence[Command], ids: Sequence[int]) -> list[Command]:
-    """Return the commands to send. ASKING only applies to the command that follows it."""
+    """Return the commands of *ids* to send to a node, each with an ASKING before it if *way* says so."""
     chosen = [commands[i] for i in ids]
     return [told for command in chosen for told in (_ASKING, command)] if way.is_asking else chosen
 
@@ -193,9 +201,10 @@ def _is_of_an_old_map(reply: Reply) -> bool:
 
 
 def _owners_of(reply: Reply, told_by: Address) -> Owners | None:
-    """Return the owners in the reply to CLUSTER SLOTS, or None if it is something else.
+    """Return the slot map in *reply*, a reply to CLUSTER SLOTS, or None if it has another form.
 
-    A node that does not know its own address leaves it out. Then the host of *told_by* is used.
+    A node that does not know its own address leaves it out. Its host is then the host of *told_by*, the node that
+    replied.
     """
     if not isinstance(reply, list):
         return None

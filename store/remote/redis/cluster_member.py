@@ -1,4 +1,4 @@
-"""`ClusterMember`: a node of a cluster, with threads of its own."""
+"""`ClusterMember`: a client of one node of a cluster, with threads of its own."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +16,11 @@ _PING = Command(b"PING")
 
 
 class ClusterMember:
-    """A node of a cluster that cannot delay the other nodes when it is silent.
+    """A client of one node of a cluster, which cannot delay calls to other nodes when this node is silent.
 
-    Once a call got no reply at all, the node *rests*: calls do not wait for it until it has answered a ping, which runs
-    in the background. It has as many threads as connections, so calls that wait for it take no thread of another node.
+    After a call without any reply, the node *rests*: further calls fail at once, until the node has answered a ping
+    that is sent in the background. Each node has its own threads, one per connection, so calls that wait for a silent
+    node block no thread of another node.
     """
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
@@ -29,7 +30,10 @@ class ClusterMember:
         self._pinging: Future[list[Reply]] | None = None
 
     def ask(self, commands: Sequence[Command], until: float) -> "Future[list[Reply]]":
-        """Send *commands* as `RedisNode.ask` does. While the node rests, send only a ping."""
+        """Send *commands* in a background thread and return the future replies; see `RedisNode.ask`.
+
+        While the node rests, send only a ping, and return errors at once.
+        """
         if self.rests:
             self._ping(until)
             return self._silent(commands)
@@ -39,7 +43,7 @@ class ClusterMember:
             return self._silent(commands)
 
     def close(self) -> None:
-        """Close the connections. The threads end once they notice."""
+        """Close the connections. The threads end once they notice that."""
         self.node.close()
         self._threads.shutdown(wait=False)  # queued calls find the node closed
 

@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Command(NamedTuple):
-    """A command. Its first argument is the key, if the command concerns one."""
+    """A command for a server. Its first argument is the key, if the command concerns one."""
 
     name: bytes
     arguments: tuple[bytes | memoryview, ...] = ()
@@ -31,7 +31,7 @@ If there is none, an error of redis-py says why: the server's refusal (`Response
 
 
 def batches(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """Yield the *items* in their order, in lists of about *max_bytes*."""
+    """Yield the *items* in order, in lists. A list ends as soon as its items have *max_bytes* or more."""
     batch: list[T] = []
     num_bytes = 0
     for item in items:

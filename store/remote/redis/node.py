@@ -1,4 +1,4 @@
-"""`RedisNode`: pipelines to one server, over connections of its own."""
+"""`RedisNode`: a client of one server, which sends commands in pipelines over its own connections."""
 
 import socket
 import threading
@@ -16,16 +16,17 @@ from kvtier.store.remote.redis.command import Command, Reply, batches
 from kvtier.store.remote.redis.reply_parser import ReplyParser
 from kvtier.store.remote.redis_settings import Address, RedisSettings
 
-_READ_BYTES = 32 << 10  # of small replies, in one call
+_READ_BYTES = 32 << 10  # of small replies that one system call receives
 # Bytes per pipeline; up to two pipelines are in flight. A reply stays in the server's memory until it is sent. With 16
 # values of 1 MiB per pipeline on 4 connections, the server took 2.3 times as long as with 4 values.
 _BATCH_BYTES = 1 << 20
 
 
 class RedisNode:
-    """A server. All methods are thread-safe; as many calls run concurrently as there are connections.
+    """A client of one server. All methods are thread-safe.
 
-    Nothing is retried, so a silent server costs its timeout once.
+    As many calls run concurrently as there are connections. Nothing is retried, so a silent server delays a call by
+    only one timeout.
     """
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
@@ -43,7 +44,10 @@ class RedisNode:
         )
 
     def ask(self, commands: Sequence[Command], until: float) -> list[Reply]:
-        """Return the reply to each command, or why there is none. Ends soon after *until* (monotonic)."""
+        """Send *commands* and return the reply to each, or the error that says why there is none.
+
+        Ends soon after *until*, a time of `time.monotonic`.
+        """
         replies: list[Reply] = []
         try:
             with self._connected(until) as connection:
@@ -61,7 +65,7 @@ class RedisNode:
         """Close all connections. Calls that wait for a reply get an error instead."""
         with self._lock:
             self._is_closed = True
-            for connection in self._in_use:  # its own thread disconnects it
+            for connection in self._in_use:  # the thread that uses it disconnects it
                 in_use = connection._get_socket()
                 if in_use is not None:
                     with suppress(OSError):
@@ -70,7 +74,10 @@ class RedisNode:
 
     @contextmanager
     def _connected(self, until: float) -> Iterator[Connection]:
-        """Lend a connection to the block. It is closed if the block fails, because more replies may arrive on it."""
+        """Lend a connection to the `with` block.
+
+        If the block fails, the connection is closed, because replies that nothing waits for may still arrive on it.
+        """
         _check_time(until)
         connection = self._pool.get_connection()
         try:
@@ -84,7 +91,7 @@ class RedisNode:
 
     @contextmanager
     def _within_reach(self, connection: Connection) -> Iterator[None]:
-        """Let `close` end the *connection* during the block."""
+        """Allow `close` to end the *connection* during the `with` block."""
         with self._lock:
             if self._is_closed:
                 raise NoConnection("the connection is closed")
@@ -96,9 +103,9 @@ class RedisNode:
                 self._in_use.discard(connection)
 
     def _greet(self, connection: Connection) -> None:
-        """Log in and send a PING, to which a server that needs a password replies with an error that says so.
+        """Log in and send a PING. If the server needs a password, its reply to the PING is an error that says so.
 
-        In the middle of a large value it would only close the connection.
+        Without the PING, the server might close the connection in the middle of a large value, without an error.
         """
         with self._within_reach(connection):
             connection.on_connect()
@@ -107,7 +114,10 @@ class RedisNode:
                 connection.read_response()
 
     def _conversation(self, connection: Connection, commands: Sequence[Command], until: float) -> Iterator[Reply]:
-        """Yield the replies as they arrive, while the next commands are in flight."""
+        """Send *commands* in batches and yield the replies in order.
+
+        Each batch is sent before the replies to the previous batch are read.
+        """
         num_under_way = 0
         for batch in batches(commands, self._bytes_of, _BATCH_BYTES):
             _check_time(until)
@@ -142,7 +152,7 @@ def _reply(connection: Connection, until: float) -> Reply:
 
 
 def _connecting(address: Address, settings: RedisSettings) -> dict[str, Any]:
-    """Return redis-py's connection options. Optional commands are off, so that a user needs no rights for them."""
+    """Return redis-py's connection options. They turn off optional commands, so no permission for those is needed."""
     options: dict[str, Any] = {
         "host": address.host,
         "port": address.port,

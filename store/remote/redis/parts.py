@@ -1,4 +1,4 @@
-"""Large values in parts, because a server does nothing else while it takes or returns a value of tens of MiB."""
+"""Splitting of large values into parts: a server does nothing else while it receives or sends tens of MiB."""
 
 import struct
 from typing import NamedTuple
@@ -17,10 +17,10 @@ HEAD_BYTES = _HEAD.size
 
 
 class Parts(NamedTuple):
-    """The description of a large value's other parts, with which its first part begins.
+    """A description of the other parts of a large value. The first part of the value begins with it.
 
-    *parts_id* is a digest of the record. So parts of two writers are never taken for parts of one record, unless both
-    records have the same bytes.
+    *parts_id* is a digest of the record. So the parts of two writers are never mixed up, unless their records have the
+    same bytes.
     """
 
     parts_id: bytes
@@ -28,22 +28,22 @@ class Parts(NamedTuple):
 
     @classmethod
     def parse_name(cls, value: memoryview | bytes) -> "Parts | None":
-        """Return the parts that the start of *value* describes, or None if the value is whole."""
+        """Return the description at the start of *value*, or None if the value is not split."""
         if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
             return None
         _, parts_id, num_parts = _HEAD.unpack_from(value)
         return cls(parts_id, min(num_parts, _MAX_PARTS))
 
     def names(self, name: bytes) -> list[bytes]:
-        """Return the names of the parts of the value called *name*."""
+        """Return the names of the other parts of the value called *name*."""
         return [b"%b:%b:%d" % (name, self.parts_id.hex().encode(), part_id) for part_id in range(self.num_parts)]
 
 
 def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
     """Split *record* into its first part, which is stored under the record's name, and the other parts.
 
-    The first part is put last. All parts have about the same size; a small record has only the first. The other parts
-    are views of the record's payload.
+    Put the first part last, so that a reader never finds it without the others. All parts have about the same size. A
+    small record has only the first part. The other parts are views of the record's payload.
     """
     payload = record.payload.cast("B")
     num_parts = max(1, -(-(payload.nbytes - _SLACK_BYTES) // PART_BYTES))

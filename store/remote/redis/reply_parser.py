@@ -28,9 +28,10 @@ _MAX_VALUE_BYTES = 512 << 20  # the servers' default of proto-max-bulk-len
 
 
 class ValueMemory:
-    """A pool of memory for values, because a page that is new to a process costs as much as a copy.
+    """A pool of memory for received values. Reuse saves time: a page that is new to a process costs as much as a copy.
 
-    Any thread may take memory. It returns to the pool by itself, in the thread that used it last.
+    Any thread may take memory. The memory returns to the pool once it is no longer used, in the thread that used it
+    last.
     """
 
     def __init__(self) -> None:
@@ -62,11 +63,13 @@ _MEMORY = ValueMemory()  # shared by all connections, so that each can reuse the
 
 
 class ReplyParser(BaseParser):
-    """A parser of RESP 2 that returns each value as a memoryview over memory of its own.
+    """A parser for redis-py's connections (RESP 2) that receives each value directly into memory of its own.
 
     redis-py's own parsers, including hiredis, receive 32 KiB at a time, append them to a buffer and copy the value out
-    of it. This parser receives a value of 1 MiB in a few calls, directly into place. The timeout of redis-py's parsers
-    is for each call; here a deadline limits the whole reply, however slowly it arrives. Belongs to one connection.
+    of the buffer. This parser receives a value of 1 MiB in a few calls, directly into its memory.
+
+    In redis-py's parsers the timeout applies to each call. Here a deadline limits the whole reply, however slowly it
+    arrives. A parser belongs to one connection.
     """
 
     def __init__(self, socket_read_size: int) -> None:
@@ -85,7 +88,7 @@ class ReplyParser(BaseParser):
         self._socket = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Return whether unrequested bytes have arrived. With TLS they may belong to TLS itself."""
+        """Return whether bytes have arrived that no command requested. With TLS they may belong to the TLS protocol."""
         if self._start == self._end:
             open_socket = self._open_socket()
             open_socket.settimeout(timeout)
@@ -98,9 +101,9 @@ class ReplyParser(BaseParser):
         return True
 
     def read_response(self, disable_decoding: bool = False, timeout: Any = SENTINEL) -> Reply:
-        """Return the next reply. An error of the server is returned too, unless the connection is no longer usable.
+        """Return the next reply. If the server replies with an error, return the error.
 
-        *timeout* is in seconds for the whole reply, not for each call.
+        Raises the error instead if the connection is no longer usable. *timeout* limits the whole reply, in seconds.
         """
         allowed_s = self._silence_s if timeout is SENTINEL else timeout
         return self._reply(None if allowed_s is None else time.monotonic() + allowed_s, _MAX_NESTED)
@@ -117,7 +120,7 @@ class ReplyParser(BaseParser):
         if kind == b"+":
             return rest
         if kind != b"-":
-            raise InvalidResponse(f"not a reply of Redis: {line[:40]!r}")
+            raise InvalidResponse(f"the server sent {line[:40]!r}, which is not a Redis reply")
         return self._refusal(rest.decode(errors="replace"))
 
     def _refusal(self, text: str) -> Exception:
@@ -125,7 +128,7 @@ class ReplyParser(BaseParser):
         try:
             error: Exception = self.parse_error(text)
         except ValueError:  # MOVED without an address
-            raise InvalidResponse(f"not an error of Redis: {text[:80]!r}") from None
+            raise InvalidResponse(f"the server sent an error that cannot be parsed: {text[:80]!r}") from None
         if isinstance(error, NoConnection):
             raise error
         return error
@@ -139,7 +142,7 @@ class ReplyParser(BaseParser):
 
     def _value(self, num_bytes: int, until: float | None) -> memoryview:
         if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
-            raise InvalidResponse(f"the length of a value is {num_bytes} bytes")
+            raise InvalidResponse(f"the server announced a value of {num_bytes} bytes, which is not a valid length")
         value = _MEMORY.take(num_bytes)
         num_there = min(num_bytes, self._end - self._start)
         value[:num_there] = self._view[self._start : self._start + num_there]
@@ -147,7 +150,7 @@ class ReplyParser(BaseParser):
         while num_there < num_bytes:
             num_there += self._receive(value[num_there:], until)
         if self._line(until):
-            raise InvalidResponse("a value does not end where its length says")
+            raise InvalidResponse("the server sent a value that is longer than announced")
         return value
 
     def _fill(self, until: float | None) -> None:
@@ -157,7 +160,7 @@ class ReplyParser(BaseParser):
             self._view[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         if self._end == len(self._buffer):
-            raise InvalidResponse("a line does not end within the buffer")
+            raise InvalidResponse("the server sent a line that is too long for a Redis reply")
         self._end += self._receive(self._view[self._end :], until)
 
     def _receive(self, memory: memoryview, until: float | None) -> int:
@@ -179,4 +182,4 @@ def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidResponse(f"not a number: {text[:40]!r}") from None
+        raise InvalidResponse(f"the server sent {text[:40]!r} instead of a number") from None

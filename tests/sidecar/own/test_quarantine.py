@@ -279,7 +279,7 @@ def test_more_than_so_many_sessions_in_quarantine_keep_engines_away(
 
     (message,) = refused.read()
     assert isinstance(message, wire.Refused)
-    assert "slots of 1 engines are in quarantine; end the processes that /leases names" in message.why
+    assert "slots of 1 engines are in quarantine; end the processes that /v1/kvtier/leases names" in message.why
     stopped.close()
     bed.settle()
     Mapper(bed, B).close()

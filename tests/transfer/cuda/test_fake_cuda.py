@@ -238,6 +238,7 @@ def test_misuse_whose_exception_was_caught_is_an_error_at_the_end() -> None:
     with pytest.raises(CudaMisuse, match="never recorded"), installed(Late()):
         misuse()
 
+
 class MemoryRegisteredMeanwhile(Memory):
     """Memory that another thread registers right after each look at it."""
 

@@ -259,7 +259,7 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
         headers = {"Authorization": f"Bearer {TOKEN}"}
         _fill(running)
         pin = {"model": "m", "token_ids": [1000 + number for number in range(48)], "seconds": 600}
-        pinned = "pin " + running.post("/pin", json=pin, headers=headers).json()["pin"]
+        pinned = "pin " + running.post("/v1/kvtier/pin", json=pin, headers=headers).json()["pin"]
         with browser.open(f"{running.url}/dashboard") as seen:
             seen.page.locator("#key").fill(TOKEN)
             seen.page.keyboard.press("Enter")

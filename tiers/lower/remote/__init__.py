@@ -1,1 +1,1 @@
-"""The remote tier, which machines share: hints of its content, queries, reads and writes."""
+"""The remote tier, a store that several machines share: queries, reads, writes, and hints of its content."""

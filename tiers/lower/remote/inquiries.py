@@ -1,4 +1,4 @@
-"""Queries to a remote tier, which precede the lookup of a prompt's blocks."""
+"""Queries that ask the remote store which blocks of a prompt it has, before the prompt is looked up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NOTHING = bytes(32)  # a name that no block has, to test whether the store answe
 
 
 class RemoteInquiry:
-    """One request's query to a remote tier. It is done when the answer is known, or would come too late."""
+    """One request's query to a remote tier. It is done when the answer is known or would come too late."""
 
     def __init__(self, is_done: bool = False) -> None:
         self.is_done = is_done
@@ -26,7 +26,7 @@ class RemoteInquiry:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """A question in flight: which of some consecutive blocks of one prefix the store has."""
+    """A question to the store that is in flight: which of some consecutive blocks of a prefix does it have?"""
 
     group_id: int
     names: Sequence[BlockName]  # all names still to be asked about; this question is about the first *num_asked*
@@ -39,20 +39,20 @@ class Question:
 
 
 class Inquiries:
-    """Asks the remote store which blocks it has, for the parts of prompts that no nearer tier has.
+    """The queries that ask the remote store for the parts of prompts that no faster tier has.
 
     The store is asked about a prefix in parts, until a block is absent. No call blocks. An inquiry is done at once if
-    the answers are already known or the store is not to be used, and after `ANSWER_S` at the latest. An answer that
-    comes later still serves the next requests. Owned by the tiers' thread.
+    the answers are already known or the store is suspended, otherwise after `ANSWER_S` at the latest. An answer that
+    comes later is still recorded for the next requests. Owned by the tiers' thread.
     """
 
     def __init__(
         self, remote: RemoteTier, forgets: Sequence[bool], transfers: TransferEngine, clock: Callable[[], float]
     ) -> None:
-        """Create a set without inquiries, and test whether the store answers.
+        """Begin without inquiries, and test whether the store answers.
 
-        *forgets* says for each attention group whether its tokens read only recent blocks. In such a group, a stored
-        prefix may lack its earlier blocks.
+        *forgets* says for each attention group whether its attention reads only recent blocks. In such a group, the
+        store may have the later blocks of a prefix without the earlier ones.
         """
         self._remote = remote
         self._forgets = forgets
@@ -62,7 +62,10 @@ class Inquiries:
         self._try_out()
 
     def begin(self, group_id: int, names: Sequence[BlockName]) -> RemoteInquiry:
-        """Ask the store about *names*: a prefix's blocks from the first one on that no nearer tier has."""
+        """Ask the store which of the blocks *names* it has.
+
+        *names* are the rest of a prefix, from the first block that no faster tier has.
+        """
         presence = self._remote.presence
         names = names[presence.num_held(group_id, names) :]
         inquiry = RemoteInquiry(not names or presence.is_absent(group_id, names[0]))
@@ -77,10 +80,10 @@ class Inquiries:
         return inquiry
 
     def go_on(self) -> None:
-        """End inquiries that have waited for `ANSWER_S`, and probe a store that has failed."""
+        """End inquiries that have waited for `ANSWER_S`. If the store has failed, test whether it answers again."""
         if (
             self._under_way and not self._transfers.has_undelivered
-        ):  # otherwise answers may be there that the owner has not collected yet
+        ):  # undelivered transfers may include answers, which are then not late
             now = self._clock()
             for question in self._under_way.values():
                 if now - question.began_at >= ANSWER_S:
@@ -99,7 +102,7 @@ class Inquiries:
     def _ask(
         self, group_id: int, names: Sequence[BlockName], limit: int, began_at: float, waiting: list[RemoteInquiry]
     ) -> bool:
-        """Ask about the first *limit* of *names*. Return False if the store is not to be used or the lane is full."""
+        """Ask about the first *limit* of *names*. Return False if the store is suspended or the lane is full."""
         attempt = self._remote.asking.begin()
         if attempt is None:
             return False
@@ -131,7 +134,7 @@ class Inquiries:
         _end(question)
 
     def _take_in(self, question: Question, are_there: list[bool | None]) -> bool:
-        """Record an answer, and return whether a question about the remaining names has been asked.
+        """Record an answer, and ask about the remaining names if needed. Return whether a question was asked.
 
         A block whose presence could not be determined does not count as absent, because a node of a cluster may be
         unavailable for a moment.
@@ -147,7 +150,7 @@ class Inquiries:
         return bool(rest) and self._ask(group_id, rest, limit, question.began_at, question.waiting)
 
     def _let_go_on(self, question: Question) -> None:
-        """End the inquiries that wait for this answer."""
+        """End the inquiries that wait for this overdue answer, and count them as late."""
         self._remote.counts["late"] += sum(not inquiry.is_done for inquiry in question.waiting)
         _end(question)
 

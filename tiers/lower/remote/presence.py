@@ -12,17 +12,18 @@ from kvtier.tiers.naming.block_hash import BlockName
 LASTS_S = 60.0  # length of a period; an answer is kept for one to two periods
 MAX_NAMES = 1 << 18  # names after which a period ends early; they take about 18 MiB
 ABSENT_LASTS_S = 10.0  # how long an answer that a block is absent is kept
-MAX_ABSENT = 1 << 14  # maximum number of such answers
+MAX_ABSENT = 1 << 14  # maximum number of answers of this kind that are kept
 
 
 class RemoteHints:
-    """Recent answers of a store that other machines write to and evict from too.
+    """Hints of which blocks a remote store has, from the store's recent answers.
 
-    The answers are hints: a block that is listed here may be gone, and one that is not listed may exist.
+    Other machines write to the store and evict from it. So a block that is listed here may be gone, and one that is not
+    listed may exist.
 
-    The names of present blocks are kept in two sets, those of the current period and those of the previous one. When a
-    period ends, the older set is dropped as a whole. If a prefix is absent, only its first absent block is recorded,
-    because the store is not asked about the blocks after it. Owned by the tiers' thread.
+    The names of present blocks are kept in two sets, one for the current period and one for the previous period. When a
+    period ends, the older set is dropped. Of the absent blocks of a prefix only the first one is recorded, because the
+    store is not asked about the blocks after it. Owned by the tiers' thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -49,14 +50,14 @@ class RemoteHints:
         return held
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """Return how many of *names* come before the first that is not believed to be in the store."""
+        """Return how many leading blocks of *names* are believed to be in the store."""
         if not self.are_held(group_id, names[:1]).any():  # the usual case: a prompt that was never stored
             return 0
         held = self.are_held(group_id, names)
         return len(names) if held.all() else int(held.argmin())
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Return group and name of a block believed to be in the store and not in *besides*; None if none is found."""
+        """Return group and name of any block believed to be in the store, except *besides*; None if none is found."""
         periods = [*self._present.items(), *self._earlier.items()]
         blocks = ((group_id, name) for group_id, names in periods for name in names.find())
         return next((block for block in blocks if block not in besides), None)

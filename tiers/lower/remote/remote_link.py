@@ -1,4 +1,4 @@
-"""The connection between the local tiers and a remote one: reads, writes, lookups and probes."""
+"""RemoteLink: connects `LocalTiers` to a remote tier, for reads, writes, lookups and probes."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,9 +17,9 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 
 class RemoteSource:
-    """A remote store as a source of reads; implements `ReadSource`.
+    """A remote store as a source of blocks for host memory; implements `ReadSource`.
 
-    Blocks from a remote store are new on this machine, so they are offered to its disk like computed blocks.
+    Blocks from a remote store are new on this machine. So they are offered to its disk like computed blocks.
     """
 
     tier = Tier.REMOTE
@@ -34,14 +34,14 @@ class RemoteSource:
         self.on_failed = remote.on_read_failed
 
     def on_hung(self, group_id: int, name: BlockName) -> None:
-        """Do nothing: while reads hang, the breaker is open and lookups find nothing in the store."""
+        """Do nothing: while reads hang, the circuit breaker is open, and lookups find nothing in the store."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
         self._index.offer_to_disk(group_id, slots)
 
 
 class RemoteLink:
-    """The part of a remote tier that `LocalTiers` uses. Owned by the tiers' thread."""
+    """The connection of `LocalTiers` to a remote tier. Owned by the tiers' thread."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class RemoteLink:
         self.num_leases = self._spill.copies.num_leases
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:
-        """Ask the store about *names*, of which no nearer tier has the first one; see `LowerHints.inquire`."""
+        """Ask the store which of the blocks *names* it has; see `LowerHints.inquire`."""
         self._spill.on_missed(group_id, names)
         return self._inquiries.begin(group_id, names)
 
     def go_on(self) -> None:
-        """Continue questions and probes."""
+        """Continue the inquiries and probes."""
         self._inquiries.go_on()
         self._probe.go_on()
 
@@ -83,10 +83,10 @@ class RemoteLink:
         return bool(self._spill.copies.batches)
 
     def clear(self) -> None:
-        """Forget the store's answers and the blocks still to be written. The shared records stay in the store."""
+        """Forget the store's answers and the blocks still to be written. The records in the store stay."""
         self._remote.presence.clear()
         self._spill.clear()
 
     def statistics(self) -> RemoteStatistics:
-        """Return everything counted."""
+        """Return the statistics of the remote tier."""
         return self._remote.statistics(self._spill.num_wanted, self._speed.latency_s)

@@ -36,12 +36,13 @@ class RemoteBatch(CopyBatch):
 
 
 class RemoteSpill:
-    """Writes *wanted* blocks to the remote tier, the front of a prefix first, while nothing is read.
+    """The writer of blocks from host memory to the remote tier. The first blocks of a prefix are written first.
 
-    A block is wanted when it is used a second time: a request uses it that did not compute it, or a second request
-    misses it and must compute it again. A wanted block that is not in host memory is written after it has come there. A
-    block that leaves host memory before its turn is not written, and is wanted again at its next use. Because a request
-    uses whole prefixes, the stored prefixes have no holes. Owned by the tiers' thread.
+    A block is *wanted*, which means to be written, when it is used a second time. This is the case if a request hits a
+    block that it did not compute, or if a block is missed a second time. A wanted block that is not in host memory is
+    written when it has arrived there. A block that is evicted from host memory before it is written becomes wanted
+    again at its next use. Because requests use whole prefixes, the stored prefixes have no gaps. Owned by the tiers'
+    thread.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class RemoteSpill:
         return sum(map(len, self._wanted)) + sum(len(batch.names) for batch in self.copies.batches)
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Mark these blocks as wanted, unless the store is believed to have them. They are written in this order."""
+        """Mark these blocks as wanted, in the order of writing, unless the store is believed to have them."""
         is_in_host = self._index.host[group_id].pool.find_all(names) != ABSENT
         is_new = ~self._remote.presence.are_held(group_id, names)
         _note(self._wanted[group_id], list(compress(names, (is_new & is_in_host).tolist())))
         _note(self._awaited[group_id], list(compress(names, (is_new & ~is_in_host).tolist())))
 
     def on_come(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Handle blocks that have come to host memory from the device, a prefix's tail first."""
+        """Handle blocks that arrived in host memory from the device. The last block of a prefix comes first."""
         if awaited := self._awaited[group_id]:
             come = [name for name in reversed(names) if name in awaited]
             for name in come:
@@ -82,9 +83,10 @@ class RemoteSpill:
             _note(self._wanted[group_id], come)
 
     def on_missed(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Handle a request for these blocks of one prefix, in order, the first of which no nearer tier has.
+        """Handle a request that missed the blocks *names*.
 
-        Blocks that missed once before become wanted.
+        *names* are the rest of a prefix, from the first block that no faster tier has. Blocks that were missed before
+        become wanted.
         """
         if not names:
             return
@@ -132,7 +134,7 @@ class RemoteSpill:
         return True
 
     def _blobs(self, group_id: int, slots: Sequence[int]) -> list[Blob]:
-        """Return the blocks in these host slots as blobs, which refer to the memory of the slots without a copy."""
+        """Return the blocks in these host slots as blobs that refer to the slots' memory, without a copy."""
         pool, memory, remote = self._index.host[group_id].pool, self._memories[group_id], self._remote
         digest_of, blobs = self._index.host_blocks[group_id].digest, []
         for slot in slots:
@@ -165,7 +167,7 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Insert *names* before all earlier ones, because a prefix comes in parts, its tail first.
+    """Insert *names* at the front of *noted*, because the parts of a prefix arrive in reverse order.
 
     Names beyond the first `MAX_WANTED` are dropped.
     """

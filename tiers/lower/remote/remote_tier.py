@@ -1,4 +1,4 @@
-"""The remote tier: a store that machines share, with hints of its content and its health."""
+"""The remote tier: a store that several machines share, with hints of its content and its health."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ MAX_SPOILT = 1 << 10  # maximum number of remembered blocks whose bad record is 
 
 
 class RemoteRecords(Protocol):
-    """A remote store that verifies the records it reads, see `SealedRemote`. Used by lanes' threads only."""
+    """A remote store that verifies the records it reads; see `SealedRemote`. Called only by copy threads."""
 
     @property
     def where(self) -> str:
@@ -39,14 +39,15 @@ class RemoteRecords(Protocol):
 
 
 class RemoteTier:
-    """A remote store addressed by group and name. It has no index: it is queried, and its answers are hints.
+    """A remote store, in which blocks are found by attention group and name.
 
-    Lanes' threads call only `read`, `write` and `ask`. Everything else belongs to the owner and does not block.
-    Queries, reads and writes each have a circuit breaker, and are suspended while it is open.
+    No index of the store is kept. The store is queried, and its answers are remembered as hints. Copy threads call only
+    `read`, `write` and `ask`. The tiers' thread calls everything else, which does not block. Queries, reads and writes
+    each have a circuit breaker. While it is open, they are suspended.
     """
 
     def __init__(self, records: RemoteRecords, namespace: bytes, asks: Lane, clock: Callable[[], float]) -> None:
-        """Create the tier over *records*; *asks* is the lane for queries, which the caller closes."""
+        """Create the tier over the store *records*. Queries run in the lane *asks*, which the caller closes."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = RemoteHints(clock)
@@ -66,13 +67,14 @@ class RemoteTier:
         return block_key(self._namespace, group_id, name)
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """Return for each of the blocks whether it is believed to be in the store and can be read."""
+        """Return for each block whether it is believed to be in the store; False while reads are suspended."""
         return self.presence.are_held(group_id, names) if self.reading.is_closed else np.zeros(len(names), np.bool_)
 
     def ask(self, keys: Sequence[bytes], apart: bool = False) -> list[bool | None]:
         """Return for each key whether the store seems to have a record; None if that could not be determined.
 
-        *apart* says whether a record may exist without those before it. Raises what the store raises.
+        *apart* says whether a record may exist without the records of the keys before it. The store's exceptions
+        propagate.
         """
         with self._errors_of("ask"):
             return self._records.exist_many(keys, apart)
@@ -80,16 +82,16 @@ class RemoteTier:
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read the block of each key into the memory at the same index of *blocks*, and verify it.
 
-        Returns each block's digest, or the fault because of which it could not be read.
+        Returns for each key the block's digest, or the fault if the block could not be read.
         """
         with self._errors_of("read"):
             return self._records.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob], spoilt: frozenset[bytes]) -> tuple[list[bool], int]:
-        """Write the blobs that the store lacks, and those with a *spoilt* key, whose bad records are overwritten.
+        """Write the blobs that the store lacks, and overwrite the bad records that it has under the *spoilt* keys.
 
-        Returns for each blob whether it is in the store now, and how many were written. Raises what the store raises,
-        and `RemoteUnavailable` if the store accepts no blob and has none of them.
+        Returns for each blob whether it is in the store now, and the number of blobs that were written. Raises
+        `RemoteUnavailable` if none of the blobs is in the store afterwards. The store's exceptions propagate.
         """
         with self._errors_of("write"):
             apart = not any(blob.parent for blob in blobs)
@@ -99,11 +101,11 @@ class RemoteTier:
             are_put = iter(self._records.put_many(new) if new else ())
             outcome = [is_good or next(are_put) for is_good in are_good]
             if not any(outcome):
-                raise RemoteUnavailable("the store takes no block: it is full, or may not be written to")
+                raise RemoteUnavailable("the store takes no block: it is full or read-only; free space or allow writes")
             return outcome, sum(outcome) - sum(are_good)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """Count a read that returned no bytes.
+        """Handle a read that failed with *fault*.
 
         After an I/O error, the record may be intact. After any other fault, the block counts as absent from the store.
         A bad record is overwritten when its block is written the next time.
@@ -115,16 +117,16 @@ class RemoteTier:
             self._spoilt.append(self.key(group_id, name))
 
     def spoilt(self, keys: Sequence[bytes]) -> frozenset[bytes]:
-        """Return those of *keys* under which a bad record was found recently."""
+        """Return those of *keys* under which the store was recently found to have a bad record."""
         return frozenset(self._spoilt).intersection(keys) if self._spoilt else frozenset()
 
     def on_written(self, keys: frozenset[bytes]) -> None:
-        """Record that these keys were overwritten."""
+        """Record that the bad records under these keys were overwritten."""
         for key in keys.intersection(self._spoilt):
             self._spoilt.remove(key)
 
     def statistics(self, num_wanted: int, ask_s: float) -> RemoteStatistics:
-        """Return everything counted."""
+        """Return the tier's statistics. The caller knows *num_wanted* and *ask_s*, see `RemoteStatistics`."""
         breakers = {"ask": self.asking, "read": self.reading, "write": self.writing}
         return RemoteStatistics(
             self._records.where,
@@ -145,10 +147,7 @@ class RemoteTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Keep the last error of a side ("ask", "read" or "write") for display, and let it propagate.
-
-        Any thread may set it, and no decision depends on it.
-        """
+        """Store the last error of "ask", "read" or "write" for display, and let the error propagate."""
         try:
             yield
         except OSError as error:

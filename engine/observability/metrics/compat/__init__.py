@@ -1,1 +1,1 @@
-"""kvtier's numbers under the metric names and labels of vLLM and LMCache, for their dashboards."""
+"""kvtier's metrics under the names and labels of vLLM and LMCache, so that their dashboards can show them."""

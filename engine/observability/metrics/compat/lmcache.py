@@ -20,9 +20,10 @@ DISK = "disk"  # the name of kvtier's one L2
 
 @dataclass(frozen=True, slots=True)
 class LowerNumbers:
-    """The numbers of host memory and disk that both an engine and a sidecar have.
+    """The statistics of host memory and disk, of an engine or a sidecar, from which metrics are filled.
 
-    *tokens* cover all lookups. *num_loaded* and *num_stored* are blocks loaded and stored by engines.
+    *tokens* counts the tokens of all lookups. *num_loaded* and *num_stored* are blocks that engines have loaded and
+    stored.
     """
 
     model_name: str  # "" if several models are served, because clients must not choose labels

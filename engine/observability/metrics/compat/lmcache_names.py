@@ -1,13 +1,14 @@
-"""Metric names of LMCache's multi-process server 0.5.6 and 0.5.7 for which kvtier has a number.
+"""Metrics of LMCache's multi-process server 0.5.6 and 0.5.7 that kvtier can provide.
 
-L0 is the device, L1 host memory, L2 the disk. A chunk is a block or, in a sidecar, a chunk of one rank.
+In their names, L0 is the device, L1 host memory and L2 the disk. A chunk is a block of kvtier or, in a
+sidecar, a chunk of one rank.
 """
 
 from kvtier.engine.observability.metrics.metric_name import MetricName, counter, gauge, histogram
 
 MODEL, L2 = "model_name", "l2_name"
 
-# Lookups, below the device.
+# Lookups in the tiers below the device.
 LOOKUP_REQUESTED = counter("lmcache_mp_lookup_requested_tokens", "Prompt tokens looked up below the device.", MODEL)
 LOOKUP_HIT = counter("lmcache_mp_lookup_hit_tokens", "Prompt tokens that came from a tier below the device.", MODEL)
 LOOKUP_HIT_L1 = counter("lmcache_mp_lookup_hit_l1_tokens", "Prompt tokens that came from host memory.", MODEL)

@@ -1,4 +1,4 @@
-"""Metric names of vLLM 0.33 for which kvtier has a number. All of them have vLLM's common labels."""
+"""Metrics of vLLM 0.33 that kvtier can provide. All of them have the labels `model_name` and `engine`."""
 
 from kvtier.engine.observability.metrics.metric_name import MetricName, counter, gauge, histogram
 
