@@ -1,4 +1,4 @@
-"""Argument parsing shared by all commands: help format, one-line errors, and converters of option values."""
+"""Argument parsing shared by all commands: the format of help, one-line errors, and functions that parse values."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
     commands: "argparse._SubParsersAction[Any] | None" = None
 
     def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
-        """Add subparsers, and keep them in `commands` for the check of unknown commands."""
+        """Add subparsers, and remember them in `commands`, so that unknown commands can be reported."""
         self.commands = super().add_subparsers(**settings)
         return self.commands
 
@@ -45,7 +45,7 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with *message* on one line."""
+        """Print *message* on one line and exit with status 2."""
         end = "" if message.endswith("?") else ";"
         self.exit(2, f"kvtier: {message}{end} see {self.prog} --help\n")
 
@@ -62,7 +62,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _long_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the long options in *arguments*, up to `--`. An argument with a space is not an option."""
+    """Yield the names of the long options in *arguments*.
+
+    Arguments after `--` and arguments with a space are not options.
+    """
     for argument in arguments:
         if argument == "--":
             return
@@ -71,7 +74,7 @@ def _long_options(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterator[tuple[str, str]]:
-    """Yield each command's name and full form, such as `rm` and `kvtier store rm`, subcommands first."""
+    """Yield pairs of a command's name and its full form, such as `rm` and `kvtier store rm`, subcommands first."""
     for parser in commands.values():
         if isinstance(parser, OneLineParser) and parser.commands is not None:
             yield from _paths(parser.commands.choices, parser.prog)
@@ -81,8 +84,8 @@ def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterat
 def _meant(word: str, known: Mapping[str, str]) -> str:
     """Return "; did you mean X?" for the known name that is closest to *word*, or "" if no name is close.
 
-    *known* maps each name to the text X to suggest. If *word* is shorter than a name, it is also compared with the
-    beginning of the name.
+    *known* maps each name to the text X to suggest. A name that is longer than *word* is also compared by its
+    beginning.
     """
     beginnings = {name[: len(word)]: meant for name, meant in known.items()}
     near = get_close_matches(word, choices := {**beginnings, **known}, n=1)
@@ -90,14 +93,14 @@ def _meant(word: str, known: Mapping[str, str]) -> str:
 
 
 def nonempty_text(text: str) -> str:
-    """Return *text*, the value of an option. An empty value is an error."""
+    """Return *text*, the value of an option. Reject an empty value."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
     return text
 
 
 def utf8_text(text: str) -> str:
-    """Return *text*, the value of an option that is sent to a server. It must not be empty and must be valid UTF-8."""
+    """Return *text*, an option value that is sent to a server. Reject an empty value and invalid UTF-8."""
     try:
         nonempty_text(text).encode()
     except UnicodeEncodeError:
@@ -106,16 +109,17 @@ def utf8_text(text: str) -> str:
 
 
 def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--allow-host`. It is parsed to `allowed_hosts`, which is None if it is not given."""
+    """Add the option `--allow-host`. Its values become `options.allowed_hosts`, or None if it is not given."""
     parser.add_argument(
         "--allow-host",
         action="append",
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="host name under which clients may reach a server without API keys, such as the name of a proxy; *.NAME "
-        "allows all names that end in .NAME; may be repeated (default: none; IP addresses and localhost are always "
-        "allowed; names that public DNS cannot have are allowed unless the server listens on a loopback address)",
+        help="for a server without API keys: host name that clients may use in its URL, such as the name of a proxy; "
+        "*.NAME allows all names that end in .NAME; may be repeated (default: only what is always allowed: IP "
+        "addresses, localhost and, unless the server listens on a loopback address, names that cannot exist in "
+        "public DNS)",
     )
 
 
@@ -127,7 +131,7 @@ def _host_name(text: str) -> str:
 
 
 def remote_url(text: str) -> str:
-    """Return *text*, the URL of a remote store. Warn if it has a password, because all users can see command lines."""
+    """Return *text*, the URL of a remote store. Warn if it has a password, because other users can see it."""
     credentials, at, _ = nonempty_text(text).partition("://")[2].rpartition("@")
     if at and ":" in credentials:
         print(

@@ -104,7 +104,7 @@ def _watch(
     num_done: Callable[[dict[str, Any]], int],
     is_at_work: Callable[[dict[str, Any]], bool],
 ) -> dict[str, Any]:
-    """Wait while the server works on the document, then return its final state. Show progress on a terminal."""
+    """Wait while the server works on a document, and return the document's final state. Show progress on a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(there["status"], total=there["num_tokens"])
@@ -120,7 +120,7 @@ def _num_warm(it: dict[str, Any]) -> int:
 
 
 def _tell(it: dict[str, Any], as_json: bool) -> int:
-    """Print one document, and return the exit status, which is 1 if the document has failed or is damaged."""
+    """Print the state of one document, and return the exit status: 1 if its status is failed or damaged, else 0."""
     if as_json:
         print(json.dumps(it))
     else:
@@ -169,7 +169,7 @@ def _pinned(it: dict[str, Any]) -> str:
 
 
 def _id_of(file: str) -> str:
-    """Return the default id of a document: the file's name, with "-" in place of characters not allowed in ids."""
+    """Return the default id of a document: the file's name, with "-" for characters that ids cannot have."""
     if file == "-":
         raise ValueError("doc add -: give --id; standard input has no name")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).name)[:128] or "-"

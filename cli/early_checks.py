@@ -1,6 +1,6 @@
-"""Early checks of a command's model and files, before torch is imported, because the import takes seconds.
+"""Early checks of a command's model and files. They report errors before torch is imported, which takes seconds.
 
-The checks reject only input that is sure to fail later. Other unusable input is rejected when it is loaded.
+The checks reject only input that is sure to fail later. Other errors are reported when the input is loaded.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ def check_model(name: str) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Raise ValueError if `gpu_memory_utilization` is set, but there is no GPU driver or the model runs on the CPU."""
+    """Raise ValueError if `gpu_memory_utilization` is set but cannot apply: no GPU driver, or the model on the CPU."""
     is_wanted = config.device.gpu_memory_utilization is not None
     if is_wanted and (config.model.device == "cpu" or not _has_driver()):
         raise config.device.no_gpu()

@@ -59,7 +59,7 @@ def explain(options: argparse.Namespace) -> int:
     if options.id is not None and len(options.id) > _MAX_ID:
         raise ValueError(f"explain: the id has {len(options.id):,} characters; give an id with at most {_MAX_ID:,}")
     if options.id is not None and not options.id.isprintable():
-        raise ValueError(f"explain: id {options.id!r} has a character that request ids cannot have; copy the id again")
+        raise ValueError(f"explain: id {options.id!r} has a character that request ids cannot have; correct the id")
     where = "--api-key, KVTIER_API_KEY or --token-file"
     client = JsonClient(options.url, _key(options), where, "kvtier serve --model …", _TIMEOUT_S)
     if options.prompt is None:
@@ -87,7 +87,7 @@ def _id(request_id: str) -> str:
 
 
 def _question(options: argparse.Namespace) -> dict[str, object]:
-    """Return the request body: the JSON object in the file, or else the file's text as the prompt."""
+    """Return the request body. The file has a JSON request, or else its text is the prompt."""
     text = text_of("--prompt", options.prompt)
     if not text:
         raise ValueError(f"--prompt {options.prompt}: is empty; give a prompt")
@@ -98,7 +98,7 @@ def _question(options: argparse.Namespace) -> dict[str, object]:
         except ValueError:
             found = None
         except RecursionError:
-            raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a prompt") from None
+            raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a request") from None
         if isinstance(found, dict) and ("messages" in found or "prompt" in found):
             names = ("prompt", "messages", "chat_template_kwargs", "model", "cache_salt")
             question = {name: found[name] for name in names if name in found}

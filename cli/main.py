@@ -92,7 +92,9 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         metavar="FILE",
         help="file with a text or a JSON request; -: standard input (default: none)",
     )
-    explain.add_argument("--model", type=utf8_text, metavar="NAME", help="the prompt's model (default: the server's)")
+    explain.add_argument(
+        "--model", type=utf8_text, metavar="NAME", help="the prompt's model (default: the server's model)"
+    )
     explain.add_argument("--cache-salt", type=utf8_text, metavar="SALT", help="the prompt's cache_salt (default: none)")
     explain.add_argument("--url", default="http://127.0.0.1:8000", help="server URL (default: http://127.0.0.1:8000)")
     who = explain.add_mutually_exclusive_group()
@@ -236,7 +238,7 @@ def _length(text: str) -> int:
 
 
 def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
-    """Add the commands `help` and `version`, which do the same as `--help` and `--version` of *parser*."""
+    """Add the commands `help` and `version`, which do the same as the options `--help` and `--version`."""
     help_ = _add_word(commands, "help", "Prints the help of a command.")
     help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, such as store rm (default: none)")
     help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))

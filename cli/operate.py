@@ -16,7 +16,7 @@ _NOT_ASKED = frozenset({"run", "verb", "url", "token_file", "json"})
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send the operator's command that *options* name (the verb), and return the exit status."""
+    """Send the operator's command `options.verb` to the server, and return the exit status."""
     client = JsonClient(options.url, _token(options.token_file), f"--token-file or {TOKEN}", "kvtier serve", TIMEOUT_S)
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED and value is not None}
     for name, read in (("prompt", _text), ("token_ids", _numbers)):

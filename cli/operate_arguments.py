@@ -86,7 +86,10 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     check = _verb(verbs, "check", "verify that the cache's bookkeeping is consistent")
     check.add_argument(
-        "--now", action="store_true", default=None, help="check even while requests run, and let them wait"
+        "--now",
+        action="store_true",
+        default=None,
+        help="check even while requests run; they wait until the check is done",
     )
 
     level = _verb(verbs, "log-level", "set the server's log level until it stops")

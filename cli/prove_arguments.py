@@ -78,8 +78,8 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--between",
         type=nonempty_text,
         metavar="COMMAND",
-        help="shell command to run before the second prompts of all pairs, such as a restart of the server; the test"
-        " continues when the server answers (default: none)",
+        help="shell command to run before the second prompts of all pairs, such as one that restarts the server; the"
+        " test continues when the server answers (default: none)",
     )
     prove.add_argument(
         "--seed",

@@ -34,7 +34,7 @@ MODELS = {"1B, as Llama 3.2 1B": 32 << 10, "8B, as Llama 3.1 8B": 128 << 10, "70
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured speed of a remote store, accessed over this network. *where* is the store's address."""
+    """The speed of a remote store, measured from this machine. *where* is the store's address."""
 
     where: str
     block_bytes: int
@@ -47,7 +47,7 @@ class Measured:
 
 
 def bench_remote(options: argparse.Namespace) -> int:
-    """Measure the store, print for which models it pays off, and return the exit status."""
+    """Measure the store, print for which models its use pays off, and return the exit status."""
     with remote_store(remote_of(options, "bench-remote")) as store:
         namespace = os.urandom(NAMESPACE_BYTES)
         try:
@@ -64,7 +64,7 @@ def bench_remote(options: argparse.Namespace) -> int:
 
 
 def measure(records: SealedRemote, namespace: bytes, block_bytes: int, num_blocks: int, num_readers: int) -> Measured:
-    """Put random blocks, look them up and read them as an engine does. Raise `RemoteUnavailable` if the store fails."""
+    """Write random blocks, look them up and read them, as an engine does. Raise `RemoteUnavailable` if it fails."""
     blobs, parent = list[Blob](), b""
     for _ in range(num_blocks):
         raw = os.urandom(block_bytes)
@@ -148,7 +148,7 @@ def _print(found: Measured, models: Mapping[str, int], prefill: int | None) -> N
 
 
 def forget_remote(options: argparse.Namespace) -> int:
-    """Ask for confirmation, delete the records of the given namespaces, and return the exit status."""
+    """Ask for confirmation, delete all blocks of the given namespaces, and return the exit status."""
     names: list[bytes] = options.namespace
     with remote_store(remote_of(options, "forget-remote")) as store:
         if not options.yes:

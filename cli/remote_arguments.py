@@ -54,7 +54,7 @@ def add_remote(parser: argparse.ArgumentParser) -> None:
 
 
 def remote_of(options: argparse.Namespace, command: str) -> RemoteConfig:
-    """Return the configuration of the store that *options* name. Raise ValueError if it is invalid.
+    """Return the store's configuration from *options*. Raise ValueError if it is invalid.
 
     *command* is the name of the command, for the error message.
     """
@@ -73,8 +73,10 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
         formatter_class=HelpFormatter,
     )
     add_remote(bench)
-    bench.add_argument("--block", type=size, default=1 << 20, metavar="SIZE", help="size of a block (default: 1MiB)")
-    bench.add_argument("--blocks", type=_count, default=256, metavar="N", help="number of blocks (default: 256)")
+    bench.add_argument(
+        "--block", type=size, default=1 << 20, metavar="SIZE", help="size of a test block (default: 1MiB)"
+    )
+    bench.add_argument("--blocks", type=_count, default=256, metavar="N", help="number of test blocks (default: 256)")
     bench.add_argument(
         "--readers", type=_count, default=4, metavar="N", help="number of reader threads (default: 4, as in an engine)"
     )

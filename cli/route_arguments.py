@@ -56,7 +56,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=utf8_text,
         metavar="ENDPOINT",
-        help="address where a server replays missed events; once per URL (default: none)",
+        help="address from which the router can request missed events of a server; once per URL (default: none)",
     )
     route.add_argument(
         "--config", type=nonempty_text, metavar="FILE", help="a TOML file; options override it (default: none)"
@@ -69,7 +69,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--api-keys",
         type=nonempty_text,
         metavar="FILE",
-        help="the file of API keys that the servers use, if any (default: none)",
+        help="the servers' file of API keys, if they have one (default: none)",
     )
     add_allowed_hosts(route)
     route.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
@@ -80,7 +80,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     """Return the options that were given, as tables of `RouteConfig`.
 
-    Raises ValueError if there are `--events` or `--replay` options, but not one for each URL.
+    Raises ValueError if `--events` or `--replay` is given, but not once for each URL.
     """
     names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
     given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -39,7 +39,9 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
     if _asks_to_isolate(given) and keys is None:
-        raise ValueError("--tenant-isolation strict: there are no tenants without API keys; give --api-keys FILE")
+        raise ValueError(
+            "--tenant-isolation strict: only API keys define tenants, and none are given; give --api-keys FILE"
+        )
     operators = Operators.of(config.operators.tokens, os.environ)
     if operators is not None:
         operators.refuse_keys_of(keys)
@@ -49,7 +51,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
     """Return whether the command line has `--tenant-isolation strict`.
 
-    Given explicitly, this option needs API keys with tenants. As the default, it does not.
+    Without API keys, this is an error on the command line, although strict is also the default.
     """
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
@@ -91,7 +93,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
 async def _run(
     model: str, name: str, config: Config, keys: ApiKeys | None, operators: Operators | None, bound: socket.socket
 ) -> bool:
-    """Serve until a signal. Return False if the signal came before the model was loaded."""
+    """Serve until a signal arrives. Return False if it arrived before the model was loaded."""
     with extra("serve", "kvtier serve"):
         from kvtier.server.build_server import build_server
         from kvtier.web.operating.routes import Operating
@@ -119,7 +121,7 @@ async def _run(
             log.error("SIGHUP: the API keys are unchanged, because the new file is unusable: %s", error)
             return
         if read is None:
-            log.warning("SIGHUP: there is no file of API keys to reload")
+            log.warning("SIGHUP: nothing is reloaded, because the server has no file of API keys")
             return
         server.replace_keys(read)
         log.info("SIGHUP: reloaded the API keys of %d tenants", len(read.tenants))

@@ -68,13 +68,13 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         dest="named_model",
         type=nonempty_text,
         metavar="MODEL",
-        help="the model, instead of the argument MODEL (default: MODEL)",
+        help="the same as the argument MODEL (default: MODEL)",
     )
     serve.add_argument(
         "--config",
         metavar="FILE_OR_NAME",
-        help="a TOML file, or a shipped configuration: laptop, longdoc-qa or gpu-8gb (default: none; every key has "
-        "its default, and there is no disk tier)",
+        help="a TOML file, or the name of a shipped configuration: laptop, longdoc-qa or gpu-8gb (default: the default "
+        "of every key, without a disk tier)",
     )
     _add_tiers(serve)
     serve.add_argument(
@@ -119,7 +119,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--request-log",
         type=nonempty_text,
         metavar="FILE",
-        help="file for one JSON line per request, with names and numbers but no text, for replays (default: none)",
+        help="file for one JSON line per request, with names and numbers but no text, to replay later (default: none)",
     )
     serve.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
     serve.add_argument(
@@ -152,8 +152,8 @@ def _add_tiers(serve: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=_fraction,
         metavar="FRACTION",
-        help="as in vLLM: size the KV pool as this fraction of the GPU's memory, minus the weights and what a step "
-        "needs (default: --device-memory)",
+        help="as in vLLM: fraction of the GPU's memory for weights, computation and KV pool together (default: use "
+        "--device-memory)",
     )
     serve.add_argument(
         "--host-memory", type=size, metavar="SIZE", help="size of the host memory tier, 0: none (default: 4GiB)"

@@ -57,7 +57,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         "--chunk-tokens",
         type=_chunk_tokens,
         metavar="N",
-        help="tokens per chunk, the unit that vLLM caches (default: 256)",
+        help="tokens per chunk, the unit that vLLM stores and loads (default: 256)",
     )
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='HTTP port on this machine, or "none" (default: 9464)'
@@ -65,7 +65,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     sidecar.add_argument(
         "--request-log",
         metavar="FILE",
-        help="file for one JSON line per lookup, with names and numbers but no text, for replays (default: none)",
+        help="file for one JSON line per lookup, with names and numbers but no text, to replay later (default: none)",
     )
     sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object per line (default: human)")
     sidecar.add_argument("--check-config", action="store_true", help="print the resulting configuration and exit")

@@ -1,7 +1,7 @@
 """The commands `kvtier check`, `stats`, `store ls` and `store rm`, which verify, show and delete contents of a store.
 
-LMDB trusts its tree, so reading a damaged tree may crash. The store is therefore read in a separate process
-(`subprocess_call`).
+LMDB does not verify its data file, so reading a damaged file may crash the process. The store is therefore read in a
+separate process (`subprocess_call`).
 """
 
 import argparse
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 class Damaged(RuntimeError):
     """An error for a store that is damaged as a whole.
 
-    If *is_trusted*, the next engine would not notice the damage and would use the store.
+    *is_trusted* means that the next engine would not notice the damage, and would use the store.
     """
 
     exit_status = 1
@@ -83,9 +83,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:
-    """Verify the store, print the result, and return the exit status, which is 1 if a fault was not fixed.
+    """Verify the store, print the result, and return the exit status: 1 if faults remain, else 0.
 
-    *sample* is the number of random records to read, or None for all. If *fix*, bad records are deleted.
+    *sample* is the number of records to read, chosen at random, or None for all. If *fix*, bad records are deleted.
     """
     try:
         with (
@@ -113,7 +113,7 @@ def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as
 
 
 def stats(folder: Path, as_json: bool) -> int:
-    """Print the store's contents. Return the exit status, which is 1 if the next engine will not find all of them."""
+    """Print the store's contents. Return the exit status: 1 if the next engine will not find all of them, else 0."""
     try:
         inspection = _inspect(folder)
     except Damaged as damage:
@@ -135,9 +135,10 @@ def list_namespaces(folder: Path) -> int:
 
 
 def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confirmed: bool) -> int:
-    """Delete the records of the *named* namespaces, of all namespaces but *all_but*, or of all if both are empty.
+    """Delete the records of some namespaces, and return the exit status. Ask first, unless *is_confirmed*.
 
-    Namespaces are given by the beginnings of their hexadecimal names. Asks first, unless *is_confirmed*.
+    If *named* is not empty, the namespaces in it are deleted. Otherwise all namespaces except those in *all_but* are
+    deleted. A namespace is given by the beginning of its hexadecimal name.
     """
     inspection = _inspect(folder)
     there = _namespaces(inspection)
@@ -164,7 +165,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Raise `Damaged` in place of any error that shows that the whole store is damaged."""
+    """Raise `Damaged` in place of errors inside `with` that show that the whole store is damaged."""
     try:
         yield
     except StoreLost as error:
@@ -194,7 +195,7 @@ def _namespaces(inspection: Inspection) -> tuple[NamespaceUse, ...]:
 
 
 def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> bytes:
-    """Return the namespace in *there* whose hexadecimal name starts with *text*."""
+    """Return the namespace whose hexadecimal name starts with *text*. *there* has all namespaces of the store."""
     names = [use.namespace.hex() for use in there if use.namespace.hex().startswith(text.lower())]
     if len(names) == 1 and text:
         return bytes.fromhex(names[0])
@@ -204,7 +205,7 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """Return the first item of type *kind*. Show the progress items that come before it on a terminal."""
+    """Return the first item of type *kind*. On a terminal, show the progress items that come before it."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())

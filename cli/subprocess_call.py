@@ -1,4 +1,4 @@
-"""Calls of functions in a separate process, because reading a broken memory-mapped file kills the process."""
+"""Calls of functions in a separate process, because reading a damaged memory-mapped file may kill the process."""
 
 import contextlib
 import signal
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class Crashed(RuntimeError):
     """An error for a process that ended before its function returned.
 
-    *signal_name* is the name of the signal that ended the process, or "". *last_words* is the last line of its output.
+    *signal_name* is the signal that ended the process, or "" if none did. *last_words* is the last line of its output.
     """
 
     def __init__(self, signal_name: str, last_words: str) -> None:
@@ -47,8 +47,8 @@ def iterate_in_process(
 ) -> Iterator[Iterator[_T]]:
     """Iterate over the items of *generator* in a separate process. Raise `Crashed` if the process ends early.
 
-    Leaving the context closes the generator. The process is killed if closing takes more than 5 s. Ctrl-C in a terminal
-    does not reach the process. If the calling process is killed, the generator is closed when it yields its next item.
+    At the end of the `with` block the generator is closed, and the process is killed if this takes more than 5 s.
+    Ctrl-C in a terminal does not reach the process. If the caller is killed, the generator is closed at its next item.
     """
     with _process(generator, args, kwargs) as items:
         yield items
@@ -108,7 +108,7 @@ def _received(
 
 
 def main() -> None:
-    """Run the function that is received over a connection, and send its results back.
+    """Receive a function and its arguments over a connection, call it, and send the results back.
 
     The first command-line argument is the file descriptor of the connection.
     """

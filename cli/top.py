@@ -1,4 +1,4 @@
-"""The `kvtier top` command, which shows a sidecar's tiers, hits, transfer lanes, clients and leases in a terminal."""
+"""The `kvtier top` command, which shows a sidecar's tiers, hits, transfers, clients and leases in a terminal."""
 
 import http.client
 import json
@@ -46,7 +46,7 @@ def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
     """Show the state of the sidecar at *url*, and return the exit status.
 
     The view is updated every *interval_s* seconds until Ctrl-C, or shown once if *interval_s* is None. Raises
-    `NoAnswer` if the sidecar does not answer the first query. If it does not answer a later one, the view says so.
+    `NoAnswer` if the sidecar does not answer the first query. If a later query fails, the view says so.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError(f"{url}: is not a URL; write http://HOST:PORT")
@@ -210,7 +210,10 @@ def _lanes(view: View, before: View | None) -> Table:
 
 
 def _rate(view: View, before: View, lane: str) -> float:
-    """Return the bytes per second of a lane between two views. After a restart of the sidecar, count from 0."""
+    """Return the bytes per second that the transfer lane *lane* moved between two views.
+
+    If the sidecar was restarted in between, its counter started again from 0.
+    """
     moved = view.stats["lanes"][lane]["num_bytes"]
     if view.stats["segment"] == before.stats["segment"]:
         moved -= before.stats["lanes"].get(lane, {"num_bytes": 0})["num_bytes"]
@@ -256,7 +259,7 @@ def _leases(leases: Sequence[_Object]) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Return text that a client chose, with "?" in place of control characters."""
+    """Return *text*, which a client chose, with "?" in place of control characters."""
     return Text("".join(letter if letter.isprintable() else "?" for letter in text))
 
 

@@ -1,4 +1,4 @@
-"""Input of commands: the text or token in a file that an option names, and a confirmation on the terminal."""
+"""Input of commands: text or tokens from files that options name, and confirmations from the terminal."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def token_of(file: str) -> str:
     """
     token = text_of("--token-file", file).strip()
     if not token:
-        raise ValueError(f"--token-file {file}: is empty; give a file that holds the token")
+        raise ValueError(f"--token-file {file}: is empty; give a file that contains the token")
     return token
 
 

@@ -1,4 +1,4 @@
-"""`Guard`: a wrapper around an adapter's hooks that catches all exceptions, so that none reaches the engine."""
+"""`Guard`: calls the hooks of an adapter and catches all exceptions, so that none reaches the engine."""
 
 import logging
 import threading
@@ -15,14 +15,14 @@ F = TypeVar("F")
 
 
 class Guard:
-    """A caller of the hooks of an adapter. If a hook raises, the guard returns a fallback value to the engine.
+    """A wrapper that calls an adapter's hooks. If a hook raises, the engine gets a fallback value instead.
 
     Hooks run one at a time, under `lock`. Errors are counted, and the first error of each kind is logged with a
-    traceback. After an error the guard rests: for `REST_S` seconds, `run` returns fallbacks without calling hooks.
+    traceback. After an error the guard rests for `REST_S` seconds: `run` returns fallbacks without calling hooks.
     """
 
     def __init__(self, give_up: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a guard. It calls *give_up* after each error, to release the adapter's leases."""
+        """Create a guard. After each error it calls *give_up*, which must release the adapter's leases on blocks."""
         self.lock = threading.RLock()
         self.num_errors = 0
         self._give_up = give_up
@@ -32,17 +32,17 @@ class Guard:
 
     @property
     def is_resting(self) -> bool:
-        """Whether `run` returns fallbacks only, because of an error in the last `REST_S`."""
+        """Whether `run` now returns only fallbacks, because of an error in the last `REST_S` seconds."""
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Return the result of *hook*, or *fallback* if the hook raises. While resting, do not call the hook."""
+        """Return the result of *hook*, or *fallback* if the hook raises or the guard rests."""
         if self.is_resting:
             return fallback
         return self.run_always(hook, fallback)
 
     def run_always(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Do the same as `run`, but also while resting. Use this for hooks that finish earlier work."""
+        """Do the same as `run`, but call *hook* even while resting. Use this for hooks that finish earlier work."""
         with self.lock:
             try:
                 return hook()

@@ -1,4 +1,4 @@
-"""`ClassifiedOptions`: a list of an engine's options that tells which of them affect the bytes of its KV cache."""
+"""`ClassifiedOptions`: for each option of an engine, whether it affects the bytes of the engine's KV cache."""
 
 import json
 import re
@@ -10,11 +10,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class ClassifiedOptions:
-    """A verdict on each option of one engine: whether the option decides the bytes of its KV cache.
+    """A verdict on each option of one engine: whether the option decides the bytes of the engine's KV cache.
 
     An option *decides* bytes if two engines that differ only in this option may compute different keys and values for
-    the same tokens, or lay them out differently. Differences from another order of summation do not count, because that
-    order changes with every batch anyway.
+    the same tokens, or lay them out differently. Rounding differences from the order of summation do not count, because
+    this order changes with every batch anyway.
 
     Options have dotted names, such as `group.option`. A verdict on `group.*`, or on `group` itself, holds for all
     options of the group.
@@ -35,7 +35,7 @@ class ClassifiedOptions:
 
     @property
     def classified(self) -> frozenset[str]:
-        """The names of options and groups of options that have a verdict."""
+        """The names of all options and groups of options with a verdict."""
         return self._judged
 
     def unclassified(self, options: Iterable[str]) -> list[str]:
@@ -43,7 +43,7 @@ class ClassifiedOptions:
         return [option for option in options if not self._judged.intersection(_names_of(option))]
 
     def values(self, read: Callable[[str], object]) -> dict[str, str]:
-        """Return the values of the options that decide bytes, as text, by name of the option.
+        """Return the values of the options that decide bytes, as text. The keys are the names of the options.
 
         Args:
             read: Returns the value of an option, or None if this version of the engine does not have the option.

@@ -23,7 +23,7 @@ from kvtier.transfer.pages import back_file
 
 SHARED_MEMORY = "/dev/shm"
 PAGE_BYTES = mmap.PAGESIZE  # each row begins at a page, because direct reads go to whole pages
-PART_BYTES = 16 << 20  # size of a part of the shared rows; the disk reads or writes one part per request
+PART_BYTES = 16 << 20  # size of a part of the staging buffer; the disk reads or writes one part per request
 NUM_PARTS = 4  # shared by all threads
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
@@ -36,7 +36,7 @@ It must not keep a reference to the rows, which are reused after the call.
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A part of the shared rows that the disk is reading or writing."""
+    """A part of the staging buffer that is being written to disk or filled from it."""
 
     part: int
     places: range  # indices of the part's blocks in the caller's sequence
@@ -82,9 +82,10 @@ class StagedDisk:
     """A disk tier for an engine, with a staging buffer in memory that is shared with the store's process.
 
     The buffer consists of rows, each of which holds one block. The engine's adapter copies blocks into the rows and out
-    of them. The store's process writes the rows to disk and reads them. The rows are split into `NUM_PARTS` parts; a
-    caller waits while other callers use all of the parts. Disk faults raise no exceptions. All methods except `close`
-    may be called from any thread.
+    of them. The store's process writes rows to disk, and reads blocks from disk into rows.
+
+    The buffer is split into `NUM_PARTS` parts. A caller waits while other callers use all of them. Disk faults raise no
+    exceptions. All methods except `close` may be called from any thread.
     """
 
     def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
@@ -144,16 +145,16 @@ class StagedDisk:
             return self._disk.load(self._rows_with(part, places, names, None)) if is_whole else None
 
         self._fly(len(names), begin, end)
+        # Touching the last block protects all earlier ones too, because a block is evicted before its parent.
         if num_loaded:
-            # Touching the last block protects all earlier ones too, because a block is evicted before its parent.
             self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0])])
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
         """Call *fill* to copy blocks into rows, in order, and write the rows to disk.
 
-        *parent* is the name of the prompt's block before the first of *names*, or None if there is none or it is
-        unknown. After a block could not be stored, no further writes are begun.
+        *parent* is the name of the block that precedes *names* in the prompt, or None if no such block is known. After
+        a block could not be stored, no further writes are begun.
 
         Returns:
             For each block, whether it is on disk.
@@ -191,10 +192,10 @@ class StagedDisk:
     def _fly(
         self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
     ) -> None:
-        """Split the blocks into parts, and transfer the parts in order, with up to two parts in flight.
+        """Transfer the blocks in order through parts of the buffer, with up to two parts in flight.
 
-        *begin* starts to read or write a part, and *end* waits until that is done. If *begin* returns None, no further
-        parts are begun.
+        *begin* starts to read or write the blocks of a part, and *end* waits until that is done. If *begin* returns
+        None, no further blocks are transferred.
         """
         flights: deque[_Flight] = deque()
         starts = iter(range(0, num_blocks, self._part_rows))
@@ -224,9 +225,10 @@ class StagedDisk:
         return outcomes
 
     def _free_part(self, flights: deque[_Flight], end: Callable[[_Flight], None]) -> int:
-        """Return a free part of the shared rows. Waits if there is none.
+        """Return a free part of the buffer. Waits while all parts are in use.
 
-        Before it waits, it ends this caller's own parts in flight, so that two callers never wait for each other.
+        First, the method completes this caller's own transfers in *flights*, which frees their parts. Otherwise two
+        callers could wait for each other forever.
         """
         while flights:
             try:

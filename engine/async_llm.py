@@ -137,7 +137,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[StreamChunk, None]:
         """Stream the continuation of one prompt. Arguments shared with `LLM.generate` have the same meaning.
 
-        A lower *priority* is more urgent. *caller* identifies the request in tenant quotas, records and traces.
+        A lower *priority* is more urgent. *caller* identifies the request in the request log, metrics and traces.
 
         Raises:
             ValueError: If the prompt cannot run, the adapter is not loaded, or the queue is full.

@@ -131,10 +131,11 @@ class DiskConfig(Table, frozen=True, kw_only=True):
         codec: Compression of blocks. zstd makes blocks smaller but slower to read. auto compresses only where that
             makes reading faster. fp8 halves blocks and is lossy.
         read_timeout_s: Seconds after which a read counts as a miss.
-        durability: Crashes that stored blocks survive, see `Durability`.
+        durability: Whether stored blocks survive only a crash of the process, or also one of the machine; see
+            `Durability`.
         checkpoint_s: Seconds between checkpoints with durability "interval".
-        max_written_bytes_per_day: Write budget. When it is short, a block is written only once it is used a second
-            time.
+        max_written_bytes_per_day: Maximum number of bytes written per day. A quarter is reserved for blocks that are
+            used a second time.
         endurance: TBW rating of the drive in bytes, for the metrics of drive life.
         encryption_key_file: File with a key of 32 bytes (raw, hex or base64). Blocks are encrypted with AES-256-GCM.
             Blocks stored under another key are misses.
@@ -158,7 +159,7 @@ class DiskConfig(Table, frozen=True, kw_only=True):
         if self.endurance == 0:
             raise ValueError('endurance 0: give the drive\'s TBW rating, such as "600TB", or remove the key')
         if self.capacity == 0:
-            raise ValueError("capacity 0 stores nothing; give it a size, or remove the [disk] table for no disk tier")
+            raise ValueError("capacity 0 stores nothing; give it a size, or remove [disk] to run without a disk tier")
         msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
@@ -223,8 +224,8 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 class TenantConfig(Table, frozen=True, kw_only=True):
     """`[tenants."SALT"]`: quotas in bytes, by tier, for requests with this cache_salt; None sets no limit.
 
-    If a tenant exceeds its quota, its own blocks are evicted, the ends of prefixes first. Metrics show *name* instead
-    of the salt, because the salt is secret.
+    If a tenant exceeds its quota, its own blocks are evicted, later blocks of a prompt before earlier ones. Metrics
+    show *name* instead of the salt, because the salt is secret.
     """
 
     host: ByteSize | None = None
@@ -241,8 +242,8 @@ class LoraConfig(Table, frozen=True, kw_only=True):
 class NameConfig(Table, frozen=True, kw_only=True):
     """`[names]`: how block names (hashes) are computed. Changing *algorithm* or *seed* makes all stored blocks misses.
 
-    By default, *seed* is the default seed of the algorithm. sha256_cbor with its default seed gives the same names as
-    vLLM.
+    If *seed* is not set, the algorithm's default seed is used. sha256_cbor with its default seed gives the same names
+    as vLLM.
     """
 
     algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -268,8 +269,8 @@ class SchedulerConfig(Table, frozen=True, kw_only=True):
         max_waiting: Maximum number of requests in the queue. Further requests are refused.
         load: How much of a hit in a lower tier is loaded. "always" loads the whole hit. "cost" loads the part that is
             faster to load than to compute, given the measured speeds of copies and prefill and the bytes queued to be
-            copied. "split" is like "cost", but also computes the front of a hit while the rest is loaded, if that is
-            faster by a tenth and no layer has a sliding window.
+            copied. "split" is like "cost", but may also compute the front of a hit while the rest is loaded. It does so
+            if this is faster by a tenth, but never for a model with sliding windows.
         by_layers: Whether computation starts with the first layers while later layers are still being loaded. This
             happens if a prompt's prefix comes from host memory and nothing else runs.
         look_ahead: Fraction of host memory used to prefetch blocks from disk for waiting requests.
@@ -365,8 +366,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
         drain_s: Seconds for which running requests may continue on shutdown.
         cors_origins: Origins of browser pages that may send requests, such as `https://chat.example`; `*` allows all.
         allowed_hosts: Further names to accept in the `Host` header if there are no *api_keys*. `*.example` allows every
-            name below example, `*` any name. IP addresses and loopback names are always accepted. If *host* is not a
-            loopback address, so are names that cannot exist in public DNS.
+            name below example, `*` any name. IP addresses and loopback names are always accepted. Names that cannot
+            exist in public DNS are accepted if *host* is not a loopback address.
         log_format: Log lines for humans, or in JSON.
         tool_call_parser: Tool call format. By default, the chat template determines it.
     """
@@ -447,8 +448,8 @@ class TracingConfig(Table, frozen=True, kw_only=True):
 class RequestLogConfig(FileTable, frozen=True, kw_only=True):
     """`[request_log]`: a JSON line per request, without its text, in the file *path*; by default there is no log.
 
-    When the file reaches *size* bytes, it is renamed to end in .1, and a new file is begun. *files* files are kept in
-    all.
+    When the file reaches *size* bytes, it is renamed to end in .1, and a new file is begun. *files* is the number of
+    files kept, including the current one.
     """
 
     size: ByteSize = parse_bytes("64MiB")
@@ -640,9 +641,10 @@ def _whole(path: str) -> str:
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
-    """Return the allowed choices of each value in a configuration of type *kind* at *path*, by the value's path.
+    """Return, by path, the allowed choices of each value in a configuration of type *kind*.
 
-    The choices are the keys of a table, the values of a Literal, or the examples of a string with a pattern.
+    *path* is the path of the configuration itself. The choices are the keys of a table, the values of a Literal, or
+    the examples of a string with a pattern.
     """
     if get_origin(kind) is Literal:
         return {path: list(get_args(kind))}

@@ -86,7 +86,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an `EngineCore`. `build_core` creates them and connects them to each other."""
+    """The components of an `EngineCore`, as created and connected by `build_core`."""
 
     runner: ModelRunner
     memories: Sequence[BlockMemory]  # one for each attention group
@@ -114,7 +114,7 @@ class EngineCore:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
-        """Take ownership of *parts*, which `close` closes."""
+        """Take ownership of *parts*: `close` closes all of them."""
         self.tokenizer = tokenizer
         self.config = config
         self.cache = parts.cache
@@ -167,7 +167,7 @@ class EngineCore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of KV that one token takes in all layers, including layers that keep only a window of last tokens."""
+        """Bytes of KV that one token takes in all layers, including layers with a sliding window."""
         return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
 
     @property
@@ -205,7 +205,7 @@ class EngineCore:
                 "logit_bias", f"has token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}"
             )
         if extra.lora is not None and extra.lora not in self.runner.adapters:
-            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; get the key from EngineCore.lora_key")
+            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; use a Lora from EngineCore.lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
@@ -233,7 +233,7 @@ class EngineCore:
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
         """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that are not cached.
 
-        If the KV of a token is in different tiers for different layers, the token counts for the slowest of them.
+        A token whose KV is in different tiers for different layers counts for the slowest of these tiers.
         """
         self._check_open()
         block_size = self.config.device.block_size
@@ -246,7 +246,7 @@ class EngineCore:
     def explain_prompt(
         self, chain: BlockChain, tenant: str | None = None, same_messages: Sequence[str] = ()
     ) -> Evidence:
-        """Return the data from which `Explainer` explains which blocks of a prompt would hit the cache now.
+        """Return what `Explainer` needs to tell which blocks of a prompt would hit the cache now, and why others miss.
 
         *chain* holds the names of the prompt's blocks. The cache is not changed.
         """
@@ -285,7 +285,7 @@ class EngineCore:
             self.cache.wait(IDLE_WAIT_S)
         if not self.cache.reset():
             return False
-        self.pins.unpin_all()  # the reset ended them, so their owners may pin as many bytes again
+        self.pins.unpin_all()  # the reset ended all pins, so callers may pin again up to their limits
         self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
         if self._remote is not None:
@@ -426,7 +426,7 @@ class EngineCore:
             if self.runner.check_unchanged():
                 self._flush(progress)
             else:
-                log.warning("the model was changed while the engine was open; blocks not flushed before are dropped")
+                log.warning("the model was changed while the engine was open; blocks not yet written are lost")
             self._publish_events()
 
     def _check_open(self) -> None:
@@ -434,7 +434,7 @@ class EngineCore:
             raise RuntimeError("the engine has been closed; create a new one")
 
     def _spill(self) -> None:
-        """Copy cold blocks to lower tiers. Do nothing if the model was changed, because it may have computed them."""
+        """Copy cold blocks to lower tiers. If the model was changed, do nothing, because the blocks may be wrong."""
         if not self.runner.was_changed:
             self.cache.spill()
 
@@ -467,7 +467,7 @@ class EngineCore:
                 self._sidecar.close() if is_closed else self._sidecar.close_while_copying()
         if not is_closed:
             log.warning(
-                "closing: a copy between tiers does not end, so its memory is not freed; "
+                "closing: a copy between tiers hangs, so its memory is not freed; "
                 "blocks that were already written are found at the next start"
             )
         elif self._store is not None:
@@ -539,7 +539,7 @@ class EngineCore:
             self._accounts.on_token(request.timeline)
 
     def _end_if_done(self, request: Request) -> None:
-        """Remove the request from the scheduler if its last token is computed, or if it generates none."""
+        """Remove the request from the scheduler if it has finished. With `max_tokens` 0 it finishes without output."""
         if not request.sampling.max_tokens:
             request.finish(FinishReason.LENGTH)
         if request.finish_reason is not None:
@@ -593,7 +593,7 @@ class EngineCore:
 
 
 def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
-    """Return the tier of each block of a hit. A block that no attention group needs counts as on the device."""
+    """Return the *tiers* of blocks. None, for a block that no attention group needs, becomes the device tier."""
     return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 

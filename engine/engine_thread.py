@@ -1,4 +1,4 @@
-"""EngineThread: the thread that loads, steps and closes an engine. A caller that is cancelled does not stop it."""
+"""EngineThread: the thread that loads, steps and closes an engine, even if callers are cancelled."""
 
 import logging
 import os
@@ -34,7 +34,10 @@ def promise() -> "Future[Any]":
 
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
-    """Set the future's exception. An error that would disturb a coroutine is replaced by a RuntimeError."""
+    """Set the future's exception.
+
+    An error that must not be raised in a coroutine, such as CancelledError, is replaced by a RuntimeError.
+    """
     future.set_exception(coroutine_safe(error))
 
 
@@ -62,8 +65,8 @@ class EngineThread:
     error of closing. Each command that is passed to `put` either runs or is refused. Any thread may call all methods
     except `add_attendant` and `remove_attendant`.
 
-    ThreadPoolExecutor is not used, because Python waits for its threads at exit. A program that forgot to close the
-    engine would then never end.
+    ThreadPoolExecutor is not used, because Python waits at exit until the threads of a pool have ended. A program that
+    forgot to close the engine would never end.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class EngineThread:
         Args:
             load: Loads the engine.
             on_advanced: Called with each request that got a token in a step.
-            on_ended: Called with the reason when no more steps follow, also if loading has failed.
+            on_ended: Called once with the reason, when the engine runs no more steps or when loading has failed.
         """
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()

@@ -121,9 +121,10 @@ class FaultLog:
             log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """Yield the last logged state of *thing*, if its state has changed and another line is allowed now.
+        """If the state of *thing* needs a log line now, record *state* as logged and yield the state logged before.
 
-        Record the new state. *at_first* is the state before the first line.
+        A line is needed if the two states differ and the last line is `QUIET_S` old. Before the first line, *at_first*
+        counts as logged.
         """
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()

@@ -16,7 +16,7 @@ TOO_MANY = 2000  # then a busy engine runs one between two steps, because it mus
 
 
 class Garbage:
-    """A context manager for the engine's thread, in which full collections run only while the engine is idle.
+    """A context manager for the engine's thread. It restricts full collections to times when the engine is idle.
 
     A full collection of all objects takes 0.2 s with torch and transformers alone, so objects that exist at the start
     of the context are left out (`gc.freeze`). The younger generations are collected as usual. An engine that is never

@@ -146,7 +146,7 @@ def _kind(group: AttentionGroup) -> str:
 def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
     """Return the extra keys of each block as vLLM sends them; None for a block without extra keys.
 
-    vLLM's keys include neither their kind nor the path of a LoRA.
+    vLLM sends only the value of a key, without its kind, and only the name of a LoRA.
     """
     starts = (event.first_token + i * event.block_size for i in range(len(event.names)))
     keys_of_blocks = (event.extra.keys_of_block(start, start + event.block_size) for start in starts)
@@ -322,7 +322,10 @@ class ZmqPublisher:
 def _open(
     undo: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, config: EventsConfig, endpoint: str, hwm: int
 ) -> "zmq.Socket[bytes]":
-    """Open a socket of this *kind* at *endpoint*; *undo* closes it. A ROUTER socket binds, whatever the endpoint."""
+    """Open a socket of this *kind* at *endpoint*, and make *undo* close it.
+
+    A ROUTER socket always binds. Other sockets bind to the endpoints in `BOUND` and connect to all others.
+    """
     import zmq
 
     address = endpoint.replace("://*:", f"://{config.host}:")

@@ -203,7 +203,10 @@ def load_model(
     """
     if not isinstance(model, str | Path | PreTrainedModel):
         kind = type(model).__name__
-        raise ValueError(f"model: {kind} is not a transformers model; pass one, and list LoRA adapters in [lora]")
+        raise ValueError(
+            f"model: {kind} is not a transformers model; "
+            "pass a path or a PreTrainedModel, and list LoRA adapters in [lora]"
+        )
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or pass the model as a path")
@@ -252,7 +255,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
 
 
 def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
-    """Return *extra* with the cache salt and the key of the adapter called *lora* added, each if it is not None.
+    """Return *extra* with the cache salt and the key of the adapter called *lora*. If one is None, do not add it.
 
     Raises:
         ValueError: If the adapter is not loaded.

@@ -47,9 +47,9 @@ class RouteApp:
     ) -> None:
         """Create the app.
 
-        *feeds* maps each replica's name to the feed of its KV events. *operators* may drain replicas, and each drain is
-        logged in *audit*. If either is None, draining is disabled. *browser_rules* refuse requests from web pages of
-        other sites; if they are None, such requests are allowed.
+        *feeds* maps each replica's name to the feed of its KV events. *operators* may drain replicas, which then get no
+        new requests, and each drain is logged in *audit*. If *operators* or *audit* is None, draining is disabled.
+        *browser_rules* refuse requests from web pages of other sites. If *browser_rules* is None, they are allowed.
         """
         self.is_ending = False
         self.num_running = 0  # admitted requests that have not ended

@@ -88,8 +88,8 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 class IndexConfig(Table, frozen=True, kw_only=True):
     """`[index]`: limits on what the router remembers.
 
-    It remembers at most *max_blocks* blocks that replicas have cached, which take about 250 bytes each, and the
-    replicas of at most *max_sessions* conversations.
+    It remembers at most *max_blocks* blocks that replicas have cached; each takes about 250 bytes. It also
+    remembers which replica serves a conversation, for at most *max_sessions* conversations.
     """
 
     max_blocks: Count = 2_000_000
@@ -112,7 +112,8 @@ class TokensConfig(Table, frozen=True, kw_only=True):
 class HealthConfig(Table, frozen=True, kw_only=True):
     """`[health]`: each replica is polled every *every_s* seconds.
 
-    A replica is dead after *failures* polls in a row without an answer within *timeout_s* seconds.
+    A poll fails if no answer comes within *timeout_s* seconds. A replica is dead after *failures* failed polls in a
+    row, or if its very first poll fails.
     """
 
     every_s: Seconds = 2.0
@@ -126,14 +127,14 @@ class RouteConfig(Table, frozen=True, kw_only=True):
     A request's body has at most *max_body* bytes. The router aborts an answer that takes longer than *timeout_s*
     seconds to begin or to continue. On shutdown, running answers may continue for *drain_s* seconds.
 
-    *api_keys* is the replicas' own file of API keys, if they have one. The router needs the file to find out a
+    *api_keys* is the file of API keys that the replicas use, if any. The router needs the file to find out a
     request's tenant, because kvtier's names of blocks depend on the tenant. The router does not reject unknown keys,
     because the replicas do.
 
     Without *api_keys*, the router protects the replicas from requests that other sites' web pages make a browser send.
     The `Host` of a request must be an IP address, a loopback name or one of *allowed_hosts*. If *host* is not a
     loopback address, names that public DNS cannot have, such as `kvtier.default.svc`, are accepted, too. A web page may
-    send requests only if it is from one of *cors_origins*, which the replicas must allow, too.
+    send requests only if it is from one of *cors_origins*. The replicas must allow these origins as well.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"

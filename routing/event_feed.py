@@ -31,11 +31,11 @@ class Told:
 
 
 class EventFeed:
-    """A subscription to one replica's KV events, which requests missed batches again and reports losses.
+    """A subscription to one replica's KV events. It requests missed batches again, and reports batches that are lost.
 
-    A loss is a gap that cannot be replayed, or a restart of the replica, after which another publisher answers at the
-    endpoint. After a loss, earlier batches are unreliable. Then *lose* is called, and after it *take* with the batches
-    that follow the last gap and can be replayed. Owned by the event loop; `run` runs until it is cancelled.
+    Batches are lost if they cannot be replayed, or if the replica restarts. Then all earlier batches are unreliable,
+    and *lose* is called. After that, *take* is called with the latest batches that can be replayed without a gap.
+    Owned by the event loop; `run` runs until it is cancelled.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EventFeed:
         return None if self._last is None else self._last.seq + 1
 
     def start_over(self) -> None:
-        """Forget that any batch was received, because the owner has forgotten the batches' events.
+        """Forget that any batch was received, because the caller has forgotten the replica's blocks.
 
         When the next batch arrives, the earlier batches that can be replayed are taken again.
         """
@@ -78,7 +78,9 @@ class EventFeed:
             try:
                 await self._listen()
             except Exception as error:
-                log.warning("KV events of %s: %r; forgetting its blocks and subscribing again", self._name, error)
+                log.warning(
+                    "KV events of replica %s: %r; forgetting its blocks and subscribing again", self._name, error
+                )
                 self._forget()
                 await asyncio.sleep(AGAIN_S)
 
@@ -137,7 +139,7 @@ class EventFeed:
     async def _resolve_doubt(self) -> None:
         """Check after a reconnection whether the publisher is still the same, and if not, forget all batches.
 
-        The same publisher replays the last batch unchanged.
+        If it is the same, it can replay the last batch unchanged.
         """
         self._is_in_doubt = False
         assert self._last is not None
@@ -173,7 +175,10 @@ class EventFeed:
         return bool(replayed)
 
     def _take_tail(self, replayed: Sequence[Told]) -> None:
-        """Take only the batches after the last gap, because a missing batch may have removed blocks of earlier ones."""
+        """Take only the batches after the last gap.
+
+        A missing batch may have removed blocks that the batches before the gap report as stored.
+        """
         start = len(replayed)
         while start and (start == len(replayed) or replayed[start - 1].seq + 1 == replayed[start].seq):
             start -= 1

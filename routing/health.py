@@ -16,7 +16,7 @@ READY, HEALTH = "/ready", "/health"  # kvtier has both, vLLM only the second
 
 
 class HealthCheck:
-    """Regular polls of all replicas. A replica is dead after several failed polls in a row, until it answers again."""
+    """Regular polls of all replicas. A replica is dead after too many failed polls in a row, until it answers again."""
 
     def __init__(self, config: HealthConfig, router: Router, session: ClientSession) -> None:
         self._config = config

@@ -20,7 +20,7 @@ _FIELDS = {  # in the order of the arrays in which vLLM before 0.32 sent events
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """The event that the replica has these blocks in *medium*.
+    """A KV event: the replica now has these blocks in *medium*, such as `GPU` or `CPU`.
 
     If the event has *token_ids*, the blocks are consecutive, and the first one follows *parent_block_hash*. If the
     model has several groups of layers, each group has events of its own, with its *group_idx*. The router uses only
@@ -43,7 +43,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """The event that the replica no longer has these blocks in *medium*."""
+    """A KV event: the replica no longer has these blocks in *medium*."""
 
     block_hashes: Sequence[Name]
     medium: str | None = None
@@ -56,7 +56,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """The event that the replica has no blocks any more."""
+    """A KV event: the replica has no cached blocks any more."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -55,10 +55,10 @@ class RoutingPolicy:
         self._config = config
 
     def choose(self, num_tokens: int, candidates: Sequence[Candidate], session: str | None = None) -> Choice | None:
-        """Return the best open candidate for a prompt of *num_tokens* tokens, or None if no candidate is open.
+        """Return the best open candidate (`is_open`) for a prompt of *num_tokens* tokens, or None if none is open.
 
         *candidates* must be in the order of consistent hashing for this prompt: if costs are equal, the first one is
-        chosen. *session* is the name of the replica that had the conversation so far, or None if it is unknown.
+        chosen. *session* names the replica that answered the conversation so far. It is None if this is unknown.
         """
         open_ones = [each for each in candidates if each.is_open]
         if not open_ones:
@@ -84,7 +84,7 @@ class RoutingPolicy:
         return max(0.0, num_tokens - self._saved(candidate.matched)) + ahead
 
     def _saved(self, matched: Matched) -> float:
-        """Return the number of tokens that need not be computed, minus the cost of loading them from host or disk."""
+        """Return the number of matched tokens. Those in host memory or on disk count less, because of their loading."""
         host, disk = 1 - self._config.host_cost, 1 - self._config.disk_cost
         return matched.device + matched.expected + host * matched.host + disk * matched.disk
 

@@ -62,10 +62,11 @@ NOTHING = Matched()
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of a prompt, from *start* to before *end*, that the same replicas have in the same tiers.
+    """Consecutive blocks of a prompt that the same replicas have in the same tiers.
 
-    Only some blocks of a long prompt are looked up. *first* is the run's first block that was looked up, and *held* has
-    the bits of all replicas for this block. Other replicas may have some of the blocks before *first*.
+    The run has the blocks with the indexes from *start* to *end* - 1. Only some blocks of a long prompt are looked up.
+    *first* is the index of the first looked-up block of the run, and *held* has this block's bits for all replicas. A
+    replica without this block may still have some of the blocks before it.
     """
 
     held: int
@@ -78,23 +79,23 @@ class PrefixIndex:
     """An index of the prefixes that each replica has, according to its KV events and the prompts sent to it.
 
     A prefix is identified by its fingerprint, which the router computes. For each known prefix, the index has four bits
-    per replica, see `Standing`. A second table maps the replicas' own names of blocks to fingerprints. If this table is
-    full, its oldest name is dropped. The prefix of a dropped name is forgotten for all replicas, because the router
-    could not tell any more when a replica removes it. Owned by one thread.
+    per replica, see `Standing`. A second table maps the block hashes in KV events to fingerprints. If this table is
+    full, its oldest hash is dropped. The index then forgets the prefix of this hash, because it could not apply an
+    event that removes the block. Owned by one thread.
 
     The index is approximate for long prompts: only about 512 blocks at equal distances are looked up. If a replica has
-    one of these blocks, the index assumes that it has the blocks before that one too.
+    one of these blocks, the index assumes that the replica also has the skipped blocks before it.
     """
 
     def __init__(self, fingerprints: Fingerprints, max_blocks: int) -> None:
         """Create an empty index.
 
-        *max_blocks* is the maximum number of block names. It is also the maximum number of prefixes that were sent to a
-        replica and are not reported yet.
+        *max_blocks* is the maximum number of block hashes. A second limit of the same size applies to prefixes that
+        were sent to a replica and are not reported yet.
         """
         self.fingerprints = fingerprints
         self.loras: OrderedDict[str, None] = OrderedDict()  # adapters in the latest events
-        self.num_orphans = 0  # reported blocks with an unknown prefix: their parent came before the router listened
+        self.num_orphans = 0  # reported blocks of unknown prefixes, whose first blocks the router has not seen
         self._max_blocks = max_blocks
         self._sizes: Counter[int] = Counter()  # number of reported blocks by size
         self._shifts: dict[str, int] = {}  # position of a replica's four bits
@@ -115,7 +116,7 @@ class PrefixIndex:
 
     @property
     def num_prefixes(self) -> int:
-        """Number of prefixes in the index, including those of forgotten replicas that are not cleared yet."""
+        """Number of prefixes in the index. Prefixes of a forgotten replica count until they are cleared."""
         return len(self._holders)
 
     def add(self, replica: str) -> None:
@@ -128,10 +129,10 @@ class PrefixIndex:
         del self._shifts[replica]
 
     def forget(self, replica: str) -> None:
-        """Forget the prefixes of a replica, but not the names of its blocks.
+        """Forget the prefixes of a replica, but keep the hashes of its blocks.
 
-        The replica gets new bits, and its old bits are cleared from some prefixes with each later event. Clearing them
-        from a million prefixes at once would take half a second, in which no request could be routed.
+        Clearing the replica's bits from a million prefixes would take half a second, in which no request could be
+        routed. So the replica gets other bits, and each later event clears the old bits from some prefixes.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)
@@ -183,7 +184,7 @@ class PrefixIndex:
         return {name: matched for name, matched in found.items() if matched.total}
 
     def _runs(self, prefixes: Sequence[Fingerprint]) -> list["_Run"]:
-        """Return the runs of blocks with equal bits, up to the first looked-up block that no replica has."""
+        """Divide a prompt's blocks into runs. The last run ends at the first looked-up block that no replica has."""
         stride = 1 + len(prefixes) // MAX_LOOKED_UP
         lasts = [*range(stride - 1, len(prefixes), stride)]
         if prefixes and (not lasts or lasts[-1] < len(prefixes) - 1):
@@ -242,7 +243,7 @@ class PrefixIndex:
             self._holders.pop(prefix, None)
 
     def _free_shift(self) -> int:
-        """Return the position of four bits that no replica uses, and that no prefix has from a forgotten replica."""
+        """Return the position of four free bits. The bits of a forgotten replica are free once they are cleared."""
         taken = self._retired | sum(_ALL << shift for shift in self._shifts.values())
         return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
 
@@ -259,7 +260,7 @@ class PrefixIndex:
         return sum(standing << shift for shift in self._shifts.values())
 
     def _name(self, event: BlockStored) -> None:
-        """Compute the fingerprint of the prefix that ends with each block of the event, and keep it by block name."""
+        """Compute the fingerprint of the prefix that ends with each block of the event, and keep it by block hash."""
         size, keys = event.block_size, event.extra_keys or []
         before = self._before(event)
         if before is None or len(event.token_ids) != size * len(event.block_hashes):

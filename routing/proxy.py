@@ -56,9 +56,8 @@ class Proxy:
     """The ASGI app that forwards requests to replicas, for all paths that the router does not answer itself.
 
     A request is sent to one replica at a time, and to each replica at most once. The next replica is tried if the
-    current one cannot be reached, answers 503, or ends before the first byte of an answer. Requests that must not be
-    executed twice are an exception: for them, the next replica is tried only if the current one cannot have executed
-    any of the request. Owned by the event loop.
+    current one cannot be reached, answers 503, or ends before any of its answer is forwarded. A request that must not
+    be executed twice is not sent again after a replica may have executed it. Owned by the event loop.
     """
 
     def __init__(
@@ -73,7 +72,8 @@ class Proxy:
     ) -> None:
         """Create the proxy.
 
-        *keys* are the replicas' API keys. They tell the tenant of a request, which is part of its blocks' names.
+        *keys* are the replicas' API keys, which tell the tenant of a request. The hashes of cached blocks may depend on
+        the tenant.
         """
         self._router, self._tokens, self._session, self._metrics = router, tokens, session, metrics
         self._salts = Salts(keys, config.tenant_isolation == "strict")

@@ -50,15 +50,16 @@ def may_repeat(method: str, path: str) -> bool:
 
 
 def read_question(path: str, body: bytes, session: str | None, who: str) -> Question | None:
-    """Return the prompt in the *body* of a request to *path*, or None if it has no prompt that can be looked up.
+    """Return the prompt in the *body* of a request to *path*, or None if there is no prompt to look up.
 
-    If the body would take too long to parse, the text of the question is the body itself.
+    The prompt is not looked up if it may include a stored document, because only one replica has the document. If the
+    body would take too long to parse, the whole body is used as the prompt's text.
 
     Args:
         path: The request's path.
         body: The request's body.
         session: The conversation's name in the headers, or None if the headers have none.
-        who: The header with the client's credentials, because two clients may use the same name for a conversation.
+        who: The header with the client's credentials. It tells apart clients that use the same name for a conversation.
     """
     if path not in ASKING:
         return None
@@ -134,9 +135,9 @@ def _known(content: Mapping[str, Any], *names: str) -> dict[str, object]:
 
 
 def _texts(content: Mapping[str, Any], *names: str) -> bytes:
-    """Return the fields *names* as JSON, without the closing bracket of the last list.
+    """Return the values of the fields in *names* as JSON, without the closing bracket of the last list.
 
-    Without this bracket, the text of a longer conversation begins with the text of a shorter one.
+    The bracket is left out so that the text of a longer conversation begins with the text of a shorter one.
     """
     return b"\n".join(msgspec.json.encode(content.get(name)) for name in names).removesuffix(b"]")
 
@@ -170,10 +171,10 @@ def _session(content: Mapping[str, Any], header: str | None, who: str) -> bytes 
 
 
 class Salts:
-    """The salts that replicas use in the names of a request's cached blocks.
+    """The salts that replicas put into the hashes of a request's blocks.
 
     If the replicas have API keys (*keys*), the salt depends on the tenant of the request's key. The router does not
-    reject unknown keys, because the replica checks the key. If *is_strict*, tenants share no blocks.
+    reject unknown keys, because the replica checks the key. If *is_strict* is true, tenants share no blocks.
     """
 
     def __init__(self, keys: ApiKeys | None, is_strict: bool) -> None:

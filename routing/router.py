@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 4.0  # rough estimate for a text whose tokens are not known
 
 
 class Sessions:
-    """A table of which replica served each of the *limit* most recent conversations."""
+    """A table of the *limit* most recent conversations, each with the replica that served it last."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -82,9 +82,9 @@ def _place(key: bytes) -> int:
 class RoutedPrompt:
     """A prompt in the form in which the prefix index looks it up.
 
-    *views* has the fingerprints of the prompt's prefixes, once for each block size that replicas use. Only the first
-    view is recorded when the prompt is sent to a replica. *ring_key* is the prompt's key on the `HashRing`, from its
-    first tokens.
+    *views* has the fingerprints of the prompt's prefixes, once for each block size that replicas use. If the prompt is
+    looked up as text, there is only one view. *ring_key* is computed from the beginning of the prompt and is its key on
+    the `HashRing`.
     """
 
     num_tokens: int
@@ -151,7 +151,7 @@ class Router:
         Args:
             question: The prompt of a request.
             tokens: The prompt's token ids. If None, the prompt's text is compared with earlier texts of the client.
-            salt: The salt in the names of the prompt's blocks.
+            salt: The salt in the hashes of the prompt's blocks.
             who: The header with the client's credentials. Texts of different clients are not compared.
         """
         if tokens is None or not self.index.block_sizes:

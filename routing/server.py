@@ -73,7 +73,7 @@ class RouteServer:
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
-        """Prepare to receive all events of a dead replica again, because it may only have been unreachable."""
+        """Start the replica's event feed over, because the router has forgotten the replica's prefixes."""
         if name in self.feeds:
             self.feeds[name].start_over()
 
@@ -114,7 +114,11 @@ class RouteServer:
                 while self.app.num_running:
                     await asyncio.sleep(LOOK_S)
         if self.app.num_running:
-            log.warning("shutdown: %d answers are incomplete after %g s", self.app.num_running, self._config.drain_s)
+            log.warning(
+                "shutdown: %d answers are incomplete after %g s and will be cut off; raise drain_s to wait longer",
+                self.app.num_running,
+                self._config.drain_s,
+            )
 
 
 def _session(config: RouteConfig) -> ClientSession:

@@ -56,7 +56,7 @@ class TokenCache:
 
 
 def asking(tokenize: Mapping[str, object]) -> bytes:
-    """Return the request *tokenize* to `/tokenize` as JSON."""
+    """Return *tokenize*, the body of a request to `/tokenize`, as JSON."""
     return msgspec.json.encode(tokenize)
 
 

@@ -26,8 +26,8 @@ class Tokens:
     """A client of the replicas' route `/tokenize`, which returns the token ids of a prompt.
 
     The router itself has neither the tokenizer nor the chat template. It asks the least busy replica, and caches recent
-    answers separately for each client. A replica without the route is not asked for a minute. Then it is tried again,
-    because it may have been upgraded. Owned by the event loop.
+    answers separately for each client. If a replica lacks the route, the router asks it again after one minute at the
+    earliest, because it may have been upgraded. Owned by the event loop.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ async def answered(session: ClientSession, url: str, asked: Asked) -> AsyncItera
 
     Raises:
         NoAnswer: If the replica failed before any part of its answer could be forwarded.
-        ApiError: If HTTP does not allow the request.
+        ApiError: If the request cannot be forwarded, for example because its path is invalid.
     """
     with closing(await _response(session, url, asked)) as response:
         async with aclosing(_pieces(response)) as pieces:

@@ -46,7 +46,7 @@ class TokenSources(msgspec.Struct, frozen=True):
 class KvtierObject(msgspec.Struct, frozen=True):
     """The use of the cache by a request: where its prompts' tokens came from, and why some tokens were computed.
 
-    *ttft_s* is the time to first token. *pinned* tells whether the prompts that the request asked to pin are pinned.
+    *ttft_s* is the time to first token. *pinned* is true if everything that the request asked to pin is pinned.
     *left_out* lists the keywords of the request's JSON schemas that are not enforced.
     """
 

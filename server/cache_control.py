@@ -1,4 +1,4 @@
-"""CacheControl: Anthropic's `cache_control`, which keeps a prompt in the cache up to the end of one of its parts."""
+"""CacheControl: Anthropic's `cache_control`, which asks the server to keep the beginning of a prompt in the cache."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -15,7 +15,8 @@ _TTL = {ttl_s: ttl for ttl, ttl_s in TTL_S.items()}
 class CacheUsage:
     """The tokens of a prompt, counted as read, created or other. The counts add up to the prompt's length.
 
-    A token counts as *created* if it was computed, and if this request's `cache_control` is the first to keep it.
+    A token counts as *created* if it was computed, is kept because of this request's `cache_control`, and was not kept
+    before.
     """
 
     num_read: int  # loaded from any tier, kept or not

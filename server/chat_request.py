@@ -33,7 +33,7 @@ CHAT_NEUTRAL = NEUTRAL | {
     "echo": (False,),
 }
 MAX_MESSAGES = 10_000  # a limit on time, because the template renders each message in Python
-# A text that is inserted into a message to find a place in the rendered prompt. If a client's message contained this
+# A marker that is inserted into a message to find a place in the rendered prompt. If a client's message contained this
 # text, a kept prefix would only become shorter.
 _HERE = "\ue000kvtier\ue001"  # with private-use characters
 
@@ -137,9 +137,9 @@ class Message(msgspec.Struct, frozen=True):
         return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
 
     def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
-        """Yield each cache control of the message, with the index of the part at whose end it applies.
+        """Yield each cache control of the message, with the index of a part of the message.
 
-        The index is None if the cache control applies to the end of the message's tool calls.
+        The cache control applies to the end of this part, or if the index is None, to the end of the tool calls.
         """
         *others, last = [part.cache_control for part in self.parts] or [None]
         own = None if self.tool_calls else self.cache_control
@@ -150,7 +150,7 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """Return a copy of the message with `_HERE` appended to the part with index *number*, which must be text."""
+        """Return a copy of the message with the marker `_HERE` at the end of its part *number*, which must be text."""
         parts = [
             TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])
@@ -215,11 +215,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
                 "continue_final_message: the last message is not the assistant's; leave this parameter out"
             )
         if self.continue_final_message and self.messages[-1].tool_calls:
-            raise ValueError("messages: the last message calls tools; append the results of the tools")
+            raise ValueError("messages: the last message calls tools and cannot be continued; append the results")
         check_tools(self.tools, self.tool_choice)
         check_breakpoints(cache_controls(self.tools, self.messages))
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: logprobs is false; set it to true as well")
+            raise ValueError("top_logprobs: requires logprobs; set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give only one of them")
 
@@ -301,8 +301,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     ) -> Iterator[Breakpoint]:
         """Yield a breakpoint at the end of each tool and each part of a message that has a `cache_control`.
 
-        A chat template may rewrite a conversation. So the conversation is rendered again for each breakpoint, with a
-        mark at its place, or only up to its place. The text before this place is then compared with *text*, the prompt.
+        *text* is the rendered prompt. To find a breakpoint in it, the conversation is rendered again, either with the
+        marker `_HERE` at the breakpoint or without the messages after it. The beginning that both renderings have in
+        common ends at the breakpoint, or earlier if the chat template rewrites the conversation.
         """
         write = partial(self._text, tokenizer, traits)
         for place, tool in enumerate(self.tools):
@@ -359,9 +360,9 @@ def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) 
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
-    """Yield the breakpoint of the prompt *text* at the place of the mark in *marked*, the same prompt with a mark.
+    """Yield the breakpoint at which *marked*, a rendering of the prompt *text*, has the marker `_HERE`.
 
-    If the chat template has dropped the mark, there is no breakpoint.
+    If the chat template has dropped the marker, there is no breakpoint.
     """
     before, mark, _ = marked.partition(_HERE)
     if mark:

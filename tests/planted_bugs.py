@@ -1032,8 +1032,8 @@ BUGS = [
     Bug(
         "a thread of a lane that comes back after its close never ends",
         "transfer/lane.py",
-        "self._queue.put(None)  # a thread that comes back",
-        "pass  # a thread that comes back",
+        "self._queue.put(None)  # a thread that stops",
+        "pass  # a thread that stops",
         "tests/transfer/test_lane.py",
     ),
     Bug(
@@ -1186,7 +1186,7 @@ BUGS = [
     Bug(
         "who leaves a promotion takes the slots of another's blocks with it",
         "tiers/up/backlog.py",
-        "is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)",
+        "is_unwanted = ~self.are_queued(promotion.chain, group, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
     ),

@@ -1,4 +1,4 @@
-"""Pins: prefixes kept in host memory for later requests, namely for queued prompts and pinned documents."""
+"""Pins: prefixes kept in host memory for later requests, for example for queued prompts and pinned documents."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,12 +17,12 @@ from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import GroupTiers, Residency
 
 RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
-PART = 48  # blocks looked up per call
-MAX_IN_FLIGHT = 256  # blocks of one group of a pin in flight from disk: many batches of a reader
+PART = 48  # blocks looked up per call of `pump` or `pin`
+MAX_IN_FLIGHT = 256  # maximum number of blocks in flight from disk, for each attention group of a pin
 
 
 class Leases:
-    """The blocks of one attention group in a pin. A block's fetch either leases the block or is still loading it."""
+    """The blocks of one attention group in a pin, and the fetches that load them and lease them in host memory."""
 
     def __init__(self, group: GroupTiers, blocks: range) -> None:
         self.group = group
@@ -38,11 +38,11 @@ class Leases:
 
     @property
     def num_coming(self) -> int:
-        """Number of blocks in flight."""
+        """Number of blocks that are being loaded."""
         return int(np.count_nonzero(self.is_coming))
 
     def missing(self, start: int, limit: int) -> npt.NDArray[np.int64]:
-        """Return up to *limit* blocks from *start* on that are not leased."""
+        """Return up to *limit* blocks that are not leased, from the block at index *start* on."""
         return start + np.flatnonzero(~self.is_here[start:])[:limit]
 
     def release(self) -> None:
@@ -50,7 +50,10 @@ class Leases:
         self.let_go(np.array(sorted(self.fetched), np.intp))
 
     def let_go(self, blocks: BlockIds) -> None:
-        """Release the leases and cancel the reads of these blocks, the last block first so that it is evicted first."""
+        """Release the leases of *blocks*, and cancel their reads.
+
+        The last block is released first, so that the end of the prefix is evicted before its beginning.
+        """
         from_tail = [self.fetched.pop(block) for block in blocks[::-1].tolist()]
         for fetch, places in groupby(from_tail, lambda each: each[0]):
             fetch.release([place for _, place in places])
@@ -75,11 +78,11 @@ class Pin:
 
 
 class Pins:
-    """All pins of a cache: loads their blocks into host memory and leases them there.
+    """All pins of a cache. Loads their blocks into host memory, and leases them there.
 
-    Blocks are read from disk when nothing more urgent is read, and copied from the device when the bus is free. The
-    missing blocks of a pin are looked up in parts, starting with the pin that has waited longest. Owned by the cache's
-    thread.
+    Blocks are read from disk when nothing more urgent is read, and copied from the device when the bus is free. Each
+    call of `pump` looks up some of the missing blocks, starting with the pin that has waited longest. Owned by the
+    cache's thread.
     """
 
     def __init__(
@@ -111,15 +114,14 @@ class Pins:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be pinned; below 0 if a caller has pinned more with a limit of its own."""
+        """Bytes that may still be pinned. Negative if callers have passed a larger *max_bytes* to `pin`."""
         return self.max_bytes - self._num_bytes
 
     def pin(self, chain: BlockChain, num_tokens: int, max_bytes: int | None = None, start: int = 0) -> Pin | None:
         """Keep the blocks that a prompt needs to resume after *num_tokens* tokens in host memory until `unpin`.
 
-        Blocks before token *start*, which another pin of the caller keeps, are excluded. Blocks in host memory are
-        leased at once. Blocks that are only on disk or on the device are copied as soon as nothing more urgent is
-        copied.
+        Blocks that are only on disk or on the device are copied when nothing more urgent is copied. Blocks before token
+        *start* are excluded, because another pin of the caller keeps them.
 
         Returns None if the blocks have more than *max_bytes* (default: `free_bytes`). A caller that passes *max_bytes*
         is responsible for the total of its pins.
@@ -136,7 +138,7 @@ class Pins:
         return pin
 
     def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
-        """Return how many of the first *num_tokens* tokens are in named blocks of all groups, and so can be pinned."""
+        """Return how many of the first *num_tokens* tokens can be pinned: those in full, named blocks of all groups."""
         return min(num_tokens, len(chain.names) * chain.block_size) // self._alignment * self._alignment
 
     def unpin(self, pin: Pin) -> None:
@@ -156,10 +158,10 @@ class Pins:
             self.unpin(pin)
 
     def pump(self) -> None:
-        """Look up up to `PART` missing blocks of the pins whose next lookup is due.
+        """Look up at most `PART` missing blocks of the pins whose next lookup is due.
 
-        When a new epoch of the lower tiers begins, blocks may have left them unnoticed. Then also release the leased
-        blocks that are no longer found, one pin per call.
+        When a new epoch of the lower tiers begins, they may have lost blocks without notice. Then each call also checks
+        one pin, and releases the leases of its lost blocks.
         """
         if self._epoch != self._lower.status.epoch:
             self._epoch = self._lower.status.epoch
@@ -176,7 +178,7 @@ class Pins:
                 self._absent[pin] = None
 
     def _let_go_of_lost(self, pin: Pin) -> None:
-        """Release the leases of blocks that the lower tiers no longer find in the leased slots, to free the memory."""
+        """Release leases on slots in which the lower tiers no longer find the pin's blocks, to free the memory."""
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
@@ -191,7 +193,7 @@ class Pins:
             self._absent[pin] = None
 
     def _look(self, pin: Pin, limit: int) -> int:
-        """Look up at most *limit* absent blocks of a pin; return how many were looked up, but at least 1."""
+        """Look up at most *limit* blocks of a pin that are not leased; return their number, but at least 1."""
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)
         if len(absent):
@@ -206,7 +208,7 @@ class Pins:
         return max(1, len(absent))
 
     def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
-        """Fetch the blocks that the lower tiers hold, and start spilling those that are only on the device."""
+        """Fetch those of the blocks that the lower tiers hold; start to copy down those only on the device."""
         group = leases.group
         places = places[~leases.is_coming[places]]
         names = names_of(pin.chain, group.attention, leases.blocks.start + places)

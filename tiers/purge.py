@@ -9,14 +9,15 @@ from kvtier.tiers.naming.tier import Tier
 
 PARTS_S = 0.001  # time limit of a call, so that an engine step that waits for the call is not noticeably longer
 REST_S = 0.02  # pause between two passes, for copies in flight
-GIVE_UP_S = 10.0  # time limit; blocks that are copied or computed again and again then stay
+GIVE_UP_S = 10.0  # time limit of a purge, after which blocks that are computed or copied again and again stay
 
 
 class CachePurge:
-    """Passes over the device and then the lower tiers, until no matching block without a lease is left.
+    """An operator's purge, which evicts blocks from the device and then from the lower tiers, some at a time.
 
-    Several passes may be needed, because a copy in flight can bring a block to a tier that was already passed. Owned by
-    the tiers' thread, which calls `go_on` between its other work. No call blocks.
+    Leased blocks are not evicted. A purge without a limit is repeated until no further block is found, because a copy
+    in flight can bring a block to a tier that was already purged. The tiers' thread owns this object, and calls `go_on`
+    between its other work. No call blocks.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class CachePurge:
         below: Sequence[Purge],
         clock: Callable[[], float],
     ) -> None:
-        """Prepare the purge of *device* and then of the lower tiers, *below*.
+        """Prepare to purge *device* and then the lower tiers, *below*.
 
-        *device* and *block_bytes* are by attention group; *device* is empty if the device is not to be purged.
+        *device* and *block_bytes* have one entry for each attention group. *device* is empty if the device is not
+        purged.
         """
         self._order = order
         self._device = device
@@ -41,7 +43,7 @@ class CachePurge:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Process the next parts for up to `PARTS_S`, or until the purge has to wait; return whether it is done."""
+        """Continue for up to `PARTS_S`, or until the purge must wait for copies; return whether it is done."""
         until = self._clock() + PARTS_S
         while not self.is_done:
             part = next(self._parts, None)
@@ -51,7 +53,7 @@ class CachePurge:
         return self.is_done
 
     def outcome(self) -> dict[Tier, Purged]:
-        """Return what was evicted from each tier so far, and what is leased there now."""
+        """Return for each tier what was evicted so far, and what is leased there and so cannot be evicted."""
         found = {Tier.DEVICE: purged(self._device, self._block_bytes)} if self._device else {}
         for each in self._below:
             found = _together(found, each.outcome())

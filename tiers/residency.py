@@ -1,6 +1,7 @@
-"""Residency: the tier and slot of each block, and the bookkeeping when a block leaves the device or a lower tier.
+"""Residency: the tier and slot of each block, updated when blocks enter or leave a tier.
 
-`GroupTiers` is the part of one attention group: the layers that share one kind of attention and one block table.
+`GroupTiers` is the device state of one attention group: the layers that share one kind of attention and one block
+table.
 """
 
 from array import array
@@ -34,9 +35,9 @@ OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName |
 
 
 class GroupTiers:
-    """Device state of one attention group, whose blocks have one size. A request has one block table per group.
+    """The device slots of one attention group, and what is known about the blocks in them.
 
-    Owned by the cache's thread.
+    All blocks of a group have the same size. Owned by the cache's thread.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class GroupTiers:
     ) -> None:
         """Create the state of a group without blocks.
 
-        *memory* holds the group's slots. *is_spilled* says whether there are tiers below the device, and
-        *is_matched_in_part* whether device blocks can be found by their first tokens.
+        *memory* holds the group's slots. *is_spilled* says whether there are lower tiers, to which device blocks are
+        copied. *is_matched_in_part* says whether prompts can use a device block of which only the first tokens match.
         """
         self.id = group_id  # index of the group in all lists by group, such as tables, demands and hits
         self.attention = attention
@@ -65,14 +66,17 @@ class GroupTiers:
         self.num_held = 0  # leases on device slots held by callers of the cache
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
-        """Return the ids of the blocks from token *start* on that a request reads to resume after *num_tokens*."""
+        """Return the indices of the blocks that a request reads to resume after *num_tokens* tokens.
+
+        Blocks before token *start* are left out.
+        """
         end = num_tokens // self.block_size
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """Record that *slots* hold blocks of *tenant*.
+        """Record that *slots* hold the blocks of *chain* from block *start* on, which belong to *tenant*.
 
-        They are the blocks of *chain* from block *start* on; *chain* is None if it is unknown.
+        *chain* is None if the blocks' prompt is unknown.
         """
         self.owners.record(slots, tenant)
         if self.partial_matches is not None:
@@ -82,9 +86,9 @@ class GroupTiers:
                 self.partial_matches.forget(slots)
 
     def commit_tail(self, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
-        """Name a block that is not full, of which *token_ids* are computed, unless another slot has the name.
+        """Name a partly filled block, which holds *token_ids*, unless another slot already has the name.
 
-        *key* is the block's `BlockChain.continued_key`, by which later prompts find it.
+        Later prompts find the block by its *key*; see `BlockChain.continued_key`.
         """
         if self.pool.commit([slot], [name]):
             return
@@ -106,8 +110,8 @@ class GroupTiers:
 class Located(NamedTuple):
     """Locations of a list of blocks.
 
-    *device_slots* holds the device slot of each block or ABSENT, *below* its place in the lower tiers. *num_found* is
-    the number of blocks before the first one that no tier has.
+    *device_slots* has the device slot of each block, or ABSENT. *below* has the place of each block in the lower tiers.
+    *num_found* is the number of blocks before the first one that no tier has.
     """
 
     device_slots: npt.NDArray[np.int32]
@@ -116,9 +120,9 @@ class Located(NamedTuple):
 
 
 class Residency:
-    """The block index of the device combined with that of the lower tiers. Holds no bytes and starts no copies.
+    """The index of blocks in all tiers: the device's own index, combined with that of the lower tiers.
 
-    Owned by the cache's thread.
+    It holds no bytes and starts no copies. Owned by the cache's thread.
     """
 
     def __init__(
@@ -133,8 +137,8 @@ class Residency:
     ) -> None:
         """Create an index without blocks on the device.
 
-        *memories* hold the device slots of each group. *partial_blocks* says whether to find blocks by their first
-        tokens too.
+        *memories* has the device and host slots of each group. *partial_blocks* says whether prompts can use a device
+        block of which only the first tokens match.
         """
         in_part = _matched_in_part(groups) if partial_blocks else None
         is_spilled = all(lower.status.num_slots)
@@ -183,15 +187,18 @@ class Residency:
         return TIER_OF.get(place, Tier.HOST)
 
     def miss_reason(self, names: Iterable[BlockName]) -> Reason:
-        """Return which tier evicted the last copy of these blocks, or `NEVER_SEEN` if no eviction is remembered."""
+        """Return why these blocks are missing: which tier evicted the last copy, or `NEVER_SEEN`.
+
+        The first block whose eviction is remembered decides.
+        """
         ghosts = (self.ghosts.find(name) for name in names)
         ghost = next((ghost for ghost in ghosts if ghost is not None), None)
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def commit_run(self, group: GroupTiers, table: "array[int]", chain: BlockChain, start: int, slots: Ids) -> None:
-        """Name the blocks of *table* from block *start* on, which are in *slots*.
+        """Name the blocks of a request's *table* from block *start* on, which are in *slots*.
 
-        If another slot already holds a block of the same name, the table gets that slot instead.
+        If another slot already holds a block of the same name, that slot replaces the request's own slot in *table*.
         """
         pool = group.pool
         # With the chain's own list of names, the pool stores a request's blocks as one run (`Runs`). This is not done
@@ -226,10 +233,10 @@ class Residency:
         chain: BlockChain | None,
         start: int,
     ) -> list[int]:
-        """Name blocks that have arrived in leased device slots, and return the slots to use.
+        """Name blocks that were loaded into leased device slots, and return the slots in which to use them.
 
-        If a block was computed in another slot in the meantime, the result contains that slot. The blocks are those of
-        *chain* from block *start* on; *chain* is None if no promotion waits for them any more.
+        If a block was computed in another slot in the meantime, the result has that slot instead. The blocks are those
+        of *chain* from block *start* on. *chain* is None if no promotion waits for them any more.
         """
         pool, ids, used = group.pool, np.array(slots, np.intp), list(slots)
         if chain is not None and chain.block_size == group.block_size:
@@ -253,10 +260,10 @@ class Residency:
         return used
 
     def process_lost(self) -> None:
-        """Mark device blocks dirty (yet to be copied down) whose copies in the lower tiers are lost.
+        """Mark dirty the device blocks whose copies in the lower tiers are lost, so that they are copied down again.
 
-        When a new epoch of the lower tiers begins, all that was known about their content is void. Then every device
-        block is checked again, some at each call.
+        When a new epoch of the lower tiers begins, everything known about their blocks is void. Then all device blocks
+        are checked again, some at each call.
         """
         for group_id, names, tier, cause in self.lower.pop_lost():
             group = self.groups[group_id]
@@ -288,8 +295,9 @@ class Residency:
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before a block that continues it.
 
-        So whenever a block is cached, all blocks before it are cached too. Groups that forget (sliding windows,
-        recurrent states) are not checked, because they release the beginning of a prefix first.
+        A prefix must be evicted from its end, so that all blocks before a cached block are cached too. Groups that
+        forget (sliding windows, recurrent states) are not checked, because they release the beginning of a prefix
+        first.
         """
         for group in self.groups:
             if group.partial_matches is None or group.attention.forgets:
@@ -307,7 +315,7 @@ class Residency:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Record that the blocks *names* have left *slots*: remember which have no copy left, and emit events."""
+        """Record that blocks have left *slots*: remember which last copies were evicted, and log an event."""
         if not names:
             return
         if not group.slots.is_spilled:
@@ -327,7 +335,7 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Mark all device blocks without a copy below dirty, `SLOTS_AT_ONCE` slots at each step."""
+        """Mark dirty all device blocks without a copy in the lower tiers, `SLOTS_AT_ONCE` slots at each step."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
@@ -342,7 +350,10 @@ class Residency:
 def _tell_stored(
     events: EventLog, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int
 ) -> None:
-    """Log that the device holds these blocks: those of *chain* from block *start* on, unless *chain* is None."""
+    """Log an event that the device holds these blocks.
+
+    They are the blocks of *chain* from block *start* on; *chain* is None if the blocks' prompt is unknown.
+    """
     size = group.block_size
     if chain is None:
         events.append(BlockStored(Tier.DEVICE, group.id, names, size))
@@ -354,7 +365,10 @@ def _tell_stored(
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Return the group whose blocks are found by their first tokens too; None if no request can resume in a block."""
+    """Return the id of the group whose blocks are also found by their first tokens.
+
+    Returns None if requests cannot resume in the middle of a block.
+    """
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.delegating_memory import DelegatingMemory
 
-CLOSE_WAIT_S = 10.0  # for detached memory to be released; the kernel frees the rest when the process ends
+CLOSE_WAIT_S = 10.0  # limit on waiting until detached memory is released; the kernel frees the rest at process exit
 
 MakeMemory = Callable[[int, int | None], BlockMemory]
 """`make(num_host_slots, file)` returns a memory over the same device slots with host slots at the start of *file*."""
@@ -15,7 +15,7 @@ MakeMemory = Callable[[int, int | None], BlockMemory]
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """Host slots that are mapped but not used yet. The caller of `prepare` closes them unless it attaches them."""
+    """Host slots that are mapped but not used yet. The caller of `prepare` must attach or close them."""
 
     memory: BlockMemory
 
@@ -25,11 +25,11 @@ class PreparedHost:
 
 
 class AttachedMemory(DelegatingMemory):
-    """A `BlockMemory` with fixed device slots, and with the host slots that were attached last.
+    """A `BlockMemory` whose device slots are fixed, and whose host slots can be attached and detached.
 
-    The host slots are in a file of shared memory that belongs to another process. The thread that owns the tiers
-    attaches and detaches, only while no host slot is leased, so that no copy is in flight. While nothing is attached
-    there are no host slots, and a copy from or to a host slot raises IndexError.
+    The host slots are in shared memory that belongs to another process. The thread that owns the tiers calls `attach`
+    and `detach` only while no host slot is leased, so that no copy is in flight. While nothing is attached, there are
+    no host slots, and a copy from or to a host slot raises IndexError.
     """
 
     def __init__(self, make: MakeMemory) -> None:
@@ -41,7 +41,8 @@ class AttachedMemory(DelegatingMemory):
     def prepare(self, file: int, num_bytes: int) -> PreparedHost:
         """Map the first *num_bytes* of *file* as host slots, to be attached later. May be called from any thread.
 
-        A background thread maps the slots and, with CUDA, pins them. The caller keeps its descriptor *file*.
+        A background thread prepares the slots and, with CUDA, pins them. The caller still has to close the descriptor
+        *file*.
 
         Raises:
             OSError: The file cannot be mapped, or *num_bytes* is too small for a block.
@@ -49,7 +50,7 @@ class AttachedMemory(DelegatingMemory):
         num_host_slots = num_bytes // self.block_bytes
         if not num_host_slots:
             raise OSError(
-                f"host memory of {num_bytes} bytes is too small for one block of {self.block_bytes} bytes; raise it"
+                f"host memory of {num_bytes} bytes is too small for one block of {self.block_bytes} bytes; increase it"
             )
         return PreparedHost(self._make(num_host_slots, file))
 

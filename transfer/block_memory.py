@@ -25,9 +25,9 @@ class HostMemory(Protocol):
 class BlockMemory(HostMemory, Protocol):
     """Device and host slots of one attention group. A block has the same bytes in both.
 
-    The threads of the lanes (the queues of transfers) call the copy methods, several at once, while the source and
-    target slots are leased. A copy method returns when the bytes are in place. It raises ValueError if the numbers of
-    slots differ and IndexError if a slot does not exist.
+    Threads of lanes (queues of transfers) call the copy methods, several at once, while the source and target slots are
+    leased. A copy method returns when the bytes are in place. It raises ValueError if the numbers of slots differ, and
+    IndexError if a slot does not exist.
     """
 
     num_device_slots: int
@@ -35,22 +35,29 @@ class BlockMemory(HostMemory, Protocol):
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of the host slots that are backed and, with CUDA, pinned. The remaining slots work, but are slower."""
+        """Size of the host slots that are backed by memory and, with CUDA, pinned.
+
+        The other slots work too, but copies from and to them are slower.
+        """
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copy device slot i to host slot i, pair by pair."""
+        """Copy each device slot to the host slot at the same position in *host_slots*."""
 
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        """Copy host slot i to device slot i, pair by pair."""
+        """Copy each host slot to the device slot at the same position in *device_slots*."""
 
     def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
-        """Copy consecutive layers of host slot i to device slot i, pair by pair."""
+        """Copy the consecutive *layers* of each block; otherwise the same as `to_device`."""
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one device slot to another, in stream order with the calling thread's kernels."""
+        """Copy one device slot to another, in order with the kernels on the calling thread's stream."""
 
     def host_span(self) -> tuple[int, int, int]:
-        """Return the file of the host slots, for other processes to map: descriptor, address here, number of bytes."""
+        """Return the file of the host slots, which other processes can map.
+
+        Returns:
+            The file descriptor, the address in this process, and the number of bytes.
+        """
 
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait up to *timeout_s* until all host slots are backed and, with CUDA, pinned; return whether they are."""
@@ -62,9 +69,9 @@ class BlockMemory(HostMemory, Protocol):
 def slot_pairs(
     device_slots: Sequence[int], host_slots: Sequence[int], num_device_slots: int, num_host_slots: int
 ) -> tuple[Slots, Slots]:
-    """Return the slots of a copy as two arrays, in the order given, after checking them.
+    """Check the slots of a copy, and return them as two arrays in the given order.
 
-    Slots become addresses, so a wrong slot would corrupt memory, and the damage would show much later.
+    A wrong slot would be a wrong address, and would corrupt memory without an immediate error.
 
     Raises:
         ValueError: The numbers of device and host slots differ.
@@ -72,7 +79,7 @@ def slot_pairs(
     """
     device, host = np.asarray(device_slots, np.int64), np.asarray(host_slots, np.int64)
     if len(device) != len(host):
-        raise ValueError(f"copy: got {len(device)} device slots and {len(host)} host slots; give pairs")
+        raise ValueError(f"copy: got {len(device)} device slots and {len(host)} host slots; give equal numbers")
     for side, slots, num_slots in (("device", device, num_device_slots), ("host", host, num_host_slots)):
         if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
             raise IndexError(
@@ -82,15 +89,15 @@ def slot_pairs(
 
 
 def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:
-    """Return the range of bytes in a block that holds *layers*."""
+    """Return the range of bytes that *layers* occupy in a block."""
     each = block_bytes // num_layers
     return slice(layers.start * each, layers.stop * each)
 
 
 class CpuMemory:
-    """A `BlockMemory` without a GPU. *device_blocks*, [num_slots, block_bytes] uint8, is a view of the device slab.
+    """A `BlockMemory` without a GPU. Its device slots are *device_blocks*, [num_slots, block_bytes] uint8.
 
-    If the descriptor *file* is given, the host slots are the beginning of that file; see `HostSlab`.
+    If the file descriptor *file* is given, the host slots are at the beginning of that file; see `HostSlab`.
     """
 
     num_copiers = 1  # one thread saturates memory

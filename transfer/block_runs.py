@@ -17,10 +17,10 @@ class BlockRuns:
 
 
 def merge_adjacent(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
-    """Merge pairs that are adjacent on both sides into one copy, never across a boundary between two host pieces.
+    """Merge pairs of slots that are adjacent on both sides into one copy.
 
-    Each piece of *slots_per_piece* host slots is registered with CUDA by itself. CUDA rejects a copy that begins in one
-    registration and ends in another (cudaErrorInvalidValue).
+    Host memory is registered with CUDA in pieces of *slots_per_piece* slots. No copy crosses the boundary between two
+    pieces, because CUDA rejects such a copy (cudaErrorInvalidValue).
     """
     if not len(device):
         return BlockRuns(device, host, device)

@@ -42,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Numbers of prompt tokens by the tier that they came from, for the first question of a step."""
+    """The prompt tokens of a step's first question, counted by the tier that they came from."""
 
     device: int
     host: int
@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True):
 class DemoSettings(msgspec.Struct, frozen=True):
     """The settings of a demo.
 
-    They are sent as JSON to the processes that ask the same questions again with the same store.
+    The demo also sends them as JSON to the new processes that ask again from the same store.
     """
 
     model: str | None  # None: the bundled model
@@ -83,7 +83,7 @@ class DemoSettings(msgspec.Struct, frozen=True):
 class Stage:
     """Everything that the steps of the demo need: the model, the document and the configuration.
 
-    The configured tiers hold only a few documents of this size, so that other documents soon evict this one.
+    The device and host tiers are so small that a few other documents evict this one.
     """
 
     model: PreTrainedModel
@@ -116,7 +116,7 @@ class Stage:
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": max_bytes(int(DISK_DOCUMENTS * blocks))},
-                # Prefill in small chunks, because a step loses blocks that it evicts before they are copied down.
+                # Prefill in small chunks, because a block is lost if it is evicted before it is copied to a lower tier.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }
         )
@@ -149,7 +149,7 @@ def _model(plan: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 class Questioner:
     """A client that asks one engine questions about the demo's document.
 
-    *answers* maps names of facts to the answers of earlier steps, with which new answers are compared.
+    *answers* has the answers of earlier steps, by the name of the fact. New answers are compared with them.
     """
 
     def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ class Questioner:
         self._num_others = 0
 
     def step(self, name: str) -> Step:
-        """Ask the questions of the step *name* one after the other, and return the step's row of the table."""
+        """Ask the questions of the step *name* one by one, and return the step's row of the table."""
         facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
         completions = [self._ask(self._stage.document.text, fact) for fact in facts]
         answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
@@ -182,8 +182,8 @@ class Questioner:
     def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
         """Evict the demo's document from *tiers*, by prefilling other documents, each a quarter as long.
 
-        The documents are prefilled one at a time, so that copies to lower tiers keep up even on a busy machine. A block
-        that is evicted before it was copied is lost, and would be missing in the demo's next step.
+        Each document is prefilled only after all copies to lower tiers are done. Otherwise a block might be evicted
+        before it is copied, and the demo's next step would not find it.
         """
         for _ in range(MAX_OTHERS):
             where = self._llm.where(self._stage.document.text)
@@ -198,7 +198,7 @@ class Questioner:
                 time.sleep(0.001)
 
     def warm_up(self) -> None:
-        """Run a forward pass on unrelated tokens, because the first passes of a process are slower than later ones."""
+        """Run the model on unrelated tokens, because the first passes of a process are slower than later ones."""
         first = encode(self._stage.tokenizer, self._stage.document.text)[0]
         self._llm.generate(
             [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
@@ -236,7 +236,7 @@ def run_demo(plan: DemoSettings, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Corrupt the stored block that answers the first question, by flipping one byte in the store's file."""
+    """Corrupt the stored block with the answer to the first question, by flipping one byte of it."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
@@ -256,7 +256,7 @@ def flip_a_byte(stage: Stage) -> None:
 
 
 def _step_elsewhere(plan: DemoSettings, name: str, answers: dict[str, str]) -> Step:
-    """Run one step in a new process. It opens the same store, but its host and device tiers are empty."""
+    """Run one step in a new process, which opens the same store with empty device and host tiers."""
     order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
     command = [sys.executable, "-m", "kvtier.cli.demo.demo"]
     done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
@@ -275,15 +275,15 @@ def _main() -> None:
 
 
 def usual_length(model: str | None, device: str) -> int:
-    """Return the default length of the document, in tokens, which is short enough to prefill in seconds.
+    """Return the default length of the document in tokens, such that its prefill takes only seconds.
 
-    A real model on a CPU prefills only a few hundred tokens per second.
+    It is shorter for a real model on a CPU, which prefills only a few hundred tokens per second.
     """
     return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 
 
 def default_store() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for the demo's store, as a context manager that deletes the folder."""
+    """Return a context manager that creates a temporary folder for the demo's store and deletes it at the end."""
     return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
 
 

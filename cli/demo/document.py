@@ -1,8 +1,8 @@
 """Generated long documents that contain facts, for the bundled model and for real models.
 
-A document is the daily log of a harbour: plain text, mostly filler, with sentences in between that contain
-"the code of NAME is WORD". Each name occurs once per document and has another word in another document, so
-a lost, stale or foreign KV block causes a wrong answer.
+A document is the daily log of a harbour, in plain text. Most sentences are filler. The others contain a fact: "the code
+of NAME is WORD". Each name occurs once per document, and has different words in different documents. So a KV block that
+is lost, stale or from another document causes a wrong answer.
 """
 
 import random
@@ -157,14 +157,14 @@ class Document:
 def make_document(seed: int, num_tokens: int, num_facts: int = NUM_FACTS) -> Document:
     """Generate a document from *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
 
-    Documents with different seeds have different titles. They also have different words for the same name, unless the
-    seeds are equal modulo `len(WORDS)`.
+    Documents with different seeds have different titles, and different words for the same name. But if two seeds are
+    equal modulo `len(WORDS)`, the words are the same.
     """
     if not 0 <= num_facts <= len(NAMES):
         raise ValueError(f"num_facts: a document cannot have {num_facts} facts; give 0 to {len(NAMES)}")
 
     rng = random.Random(seed)
-    # A Latin square: a name has another word for each seed, and no two names of a document share a word.
+    # A Latin square: a name has different words for different seeds, and no two names of a document share a word.
     facts = [Fact(name, WORDS[(7 * i + 31 * seed) % len(WORDS)]) for i, name in enumerate(NAMES)]
     facts = rng.sample(facts, num_facts)
     title = TITLE.format(place=PLACES[seed % len(PLACES)], volume=seed)
@@ -204,12 +204,12 @@ def with_facts(text: str) -> Document:
 
 
 def question(document_text: str, name: str) -> str:
-    """Return a prompt that asks for the code of *name*: the document, and a question that the answer continues."""
+    """Return a prompt that asks for the code of *name*: the document, then a sentence for the model to complete."""
     return document_text + QUESTION.format(name=name)
 
 
 def is_right(answer: str, fact: Fact) -> bool:
-    """Return whether *answer*, a word or free prose, contains the fact's word as a whole word, ignoring case."""
+    """Return whether *answer* contains the fact's word, as a whole word in any case."""
     return re.search(rf"\b{re.escape(fact.word)}\b", answer, re.IGNORECASE) is not None
 
 
@@ -219,7 +219,7 @@ def count_tokens(text: str) -> int:
 
 
 def vocabulary() -> list[str]:
-    """Return all words of documents and questions, and common English words, sorted and without duplicates."""
+    """Return all words that documents and questions use, and common English words, sorted and without duplicates."""
     fillings = [filling for fillings in LISTS.values() for filling in fillings]
     sentences = [*FACT_SENTENCES, *FILLER_SENTENCES, *fillings, TITLE, QUESTION]
     words = re.findall("[A-Za-z]+", " ".join(sentences))

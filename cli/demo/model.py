@@ -1,12 +1,13 @@
-"""The demo's tokenizer and model: a two-layer Llama whose weights are computed, so it needs no training.
+"""The demo's tokenizer and model, a two-layer Llama without training: its weights are computed by this module.
 
-After "... the code of NAME is", the model outputs the WORD that the text gave for NAME, however far back, and then
-ends. The answer depends on one position of the KV cache. If the block of this position is lost, there is no answer. If
-the block is stale or belongs to another document, the answer is wrong.
+The prompt ends with "the code of NAME is". The model outputs the WORD that the text gave for NAME, and then ends. The
+model reads WORD from a single position of the KV cache, however far back. If the block of this position is lost, there
+is no answer. If the block is stale or belongs to another document, the answer is wrong.
 
-Layer 1 has two heads, which copy the two preceding tokens into each position. The query of layer 2 is at "is", and the
-token before "is" is NAME. The text has "NAME is WORD", so the token two before WORD is NAME. Layer 2 finds this
-position and copies its token, WORD. This is an induction head (Olsson et al. 2022) over a gap of one.
+Layer 1 has two heads, which copy the two preceding tokens into each position. Layer 2 works at the last position, "is",
+whose preceding token is NAME. It looks for an earlier position with NAME two tokens before it. In "NAME is WORD", this
+is the position of WORD. Layer 2 copies WORD from there. This is an induction head (Olsson et al. 2022) that skips one
+token.
 """
 
 import math
@@ -56,7 +57,7 @@ FOUND_LOGIT, END_LOGIT = 50.0, 30.0
 
 
 def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Return the model (float32, on the CPU, always the same bytes) and its word-level tokenizer."""
+    """Return the model, on the CPU and always with the same float32 weights, and its word-level tokenizer."""
     tokenizer = build_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -83,7 +84,7 @@ def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each word, digit and punctuation mark.
 
-    The space before a word or digit belongs to its token, so that decoding only joins tokens.
+    A space before a word or digit is part of the token, so that decoding only has to join tokens.
     """
     forms = [form for word in vocabulary() for form in (word, word.lower(), word.capitalize())]
     spaced = [space + form for form in (*forms, *string.digits) for space in (" ", "")]
@@ -132,11 +133,11 @@ def _write_weights(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _write_neighbour_heads(attention: LlamaAttention) -> None:
-    """Write the weights of two heads, which copy CONTENT from one and two positions back.
+    """Write the weights of the two heads that copy the CONTENT of the two preceding positions.
 
-    Head 0 copies it to ONE_BACK and head 1 to TWO_BACK. Both use KV head 0. All keys are the same vector, and each
-    query is this vector rotated back by the head's offset. So with RoPE the score depends only on the distance: it is
-    `sum(cos((distance - offset) * frequency))`.
+    Head 0 copies from one position back to ONE_BACK, and head 1 from two positions back to TWO_BACK. Both use KV
+    head 0. All keys are the same vector. The query is this vector, rotated back by the head's offset (1 or 2). So with
+    RoPE the score depends only on the distance: it is `sum(cos((distance - offset) * frequency))`.
     """
     q, k, v, o = _projections(attention)
     frequency = ROPE_THETA ** (-FAST.double() / PAIRS)  # float64, so that all machines round to the same weights
@@ -149,9 +150,9 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 
 
 def _write_lookup_head(attention: LlamaAttention) -> None:
-    """Write the weights of head 0, which copies the VALUE of an earlier token to ANSWER.
+    """Write the weights of layer 2's head 0, which copies the VALUE of an earlier token to ANSWER.
 
-    The head finds the token whose TWO_BACK equals the query's ONE_BACK.
+    The earlier token is the one whose TWO_BACK equals ONE_BACK of the current token.
     """
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)
@@ -162,7 +163,7 @@ def _write_lookup_head(attention: LlamaAttention) -> None:
 
 
 def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
-    """Return views of the weights, split by head: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
+    """Return views of the weight tensors: q, k, v [heads, head_dim, hidden] and o [hidden, heads, head_dim]."""
     inputs = attention.q_proj, attention.k_proj, attention.v_proj
     return [
         *(linear.weight.view(-1, HEAD_DIM, HIDDEN_SIZE) for linear in inputs),
@@ -171,14 +172,14 @@ def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
 
 
 def _undo_norm(weight: torch.Tensor, num_parts: int) -> None:
-    """Make an RMSNorm the identity for inputs that are sums of *num_parts* orthogonal vectors of length 1."""
+    """Make an RMSNorm keep each input that is a sum of *num_parts* orthogonal vectors of length 1."""
     weight.fill_(math.sqrt(num_parts / HIDDEN_SIZE))
 
 
 def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> torch.Tensor:
     """Return the CONTENT vectors of all tokens, [vocab, CONTENT_DIM].
 
-    Each name has a vector of random signs. All other tokens share the vector that is 1 in the last dimension.
+    Each name has a vector of random signs. All other tokens have the same vector, which is 1 in the last dimension.
     """
     contents = torch.zeros(len(tokenizer), CONTENT_DIM)
     contents[:, -1] = 1.0
@@ -189,6 +190,6 @@ def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) ->
 
 
 def _sign_vectors(num_vectors: int, dim: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random vectors of length 1 whose entries differ only in sign, [num_vectors, dim]."""
+    """Return random vectors, [num_vectors, dim]. All have length 1, and their entries differ only in sign."""
     signs = torch.randint(2, (num_vectors, dim), generator=generator) * 2 - 1
     return signs / math.sqrt(dim)

@@ -1,4 +1,4 @@
-"""Output of `kvtier demo`: a line of progress, then a table or one JSON object."""
+"""Output of `kvtier demo`: a progress line on stderr, then a table or one JSON object on stdout."""
 
 import logging
 import sys

@@ -27,17 +27,17 @@ class Answer:
     ttft_s: float
 
     def behind(self, num_steps: int) -> "Answer":
-        """Return a copy without the first *num_steps* steps. Its `text` remains complete."""
+        """Return a copy of the answer without its first *num_steps* steps, but with its whole text."""
         return Answer(self.text, self.steps[num_steps:], self.prompt_tokens, self.cached_tokens, self.ttft_s)
 
 
 def distance(one: Answer, other: Answer) -> float | None:
-    """Return the distance of two answers to one prompt: the largest difference between two log probabilities.
+    """Return the distance of two answers to one prompt: the largest difference between log probabilities of a token.
 
-    The answers are compared token by token up to the first position where their tokens differ. Later tokens follow
-    other text. If a token is listed in only one answer, its log probability in the other answer is at most the lowest
-    one listed there. Then the difference to this limit counts. Without log probabilities, the distance is 0 for equal
-    texts and infinite otherwise. Returns None if there is nothing to compare.
+    The answers are compared position by position, up to the first one where their tokens differ. Later tokens cannot be
+    compared, because the text before them differs. If only one answer lists a token, its log probability is compared
+    with the lowest one in the other answer's list, and counts only if it is higher. Without log probabilities, the
+    distance is 0 for equal texts and infinite for others. Returns None if there is nothing to compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):

@@ -1,4 +1,4 @@
-"""Cold requests, for which the server computes the full prompt although it may have cached it."""
+"""Cold requests: the server computes the whole prompt, even if it has cached a prefix of it."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -42,10 +42,10 @@ def find_cache_bypass(asker: ModelClient, prompts: Sequence[Prompt], new_salt: s
 
 
 def are_cached(answers: Sequence[Answer], cold: Sequence[Answer]) -> bool:
-    """Return whether a cache served any of the requests with these *answers*.
+    """Return whether any of these *answers* came from a cache.
 
-    This is decided by the cached tokens that the server reports. If it does not report them, most of the TTFTs must be
-    much shorter than those of *cold*, which are answers from full prefills of prompts of the same length.
+    If the server reports numbers of cached tokens, these numbers decide. Otherwise most TTFTs must be much shorter than
+    those of *cold*, which are answers from full prefills of prompts of the same length.
     """
     told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if told:

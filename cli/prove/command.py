@@ -24,7 +24,7 @@ _STYLE = {Verdict.PROVEN: "green", Verdict.WRONG: "bold red", Verdict.UNPROVEN: 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Test the server, print the result, and return the exit status. Raise as `prove` does."""
+    """Test the server, print the result, and return the exit status. Raises the errors of `prove`."""
     proof = _proved(_order(options))
     if options.json:
         print(json.dumps(_object(proof)))

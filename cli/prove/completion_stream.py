@@ -11,8 +11,8 @@ from kvtier.cli.prove.answer import Answer, Step
 class CompletionStream:
     """A parser of one stream. Call `add` for each line and then `answer`.
 
-    Log probabilities may have the format of OpenAI's completions, or that of OpenAI's chats, which llama.cpp uses for
-    completions too. The methods raise ValueError, LookupError, TypeError or AttributeError for other content.
+    Log probabilities may have OpenAI's format for completions, or the one for chats, which llama.cpp uses for both. For
+    content that is not a completion, the methods raise ValueError, LookupError, TypeError or AttributeError.
     """
 
     def __init__(self, asked_at: float) -> None:
@@ -40,7 +40,7 @@ class CompletionStream:
                 self._first_at = at
 
     def answer(self) -> Answer:
-        """Return the answer received so far. Raise ValueError if there was no token."""
+        """Return the answer received so far. Raise ValueError if the stream had no token."""
         if self._first_at is None:
             raise ValueError("the stream had no token")
         details = self._usage.get("prompt_tokens_details") or {}

@@ -34,7 +34,7 @@ class Dialect:
 
 
 def learn(endpoint: Endpoint, model: str) -> Dialect:
-    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if a plain request fails."""
+    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if even a plain request fails."""
     plain = {"model": model, "prompt": _FEW_WORDS, "max_tokens": 2, "temperature": 0}
     answer = endpoint.complete(plain)
     extra: dict[str, object] = {}
@@ -75,10 +75,10 @@ class ModelClient:
     dialect: Dialect = field(compare=False)
 
     def ask(self, prompt: Prompt, salt: str | None = None, is_read: bool = True) -> Answer:
-        """Send a prompt and return the greedy answer, of `NUM_TOKENS` tokens. Raise as `Endpoint` does.
+        """Send a prompt and return the greedy answer of `NUM_TOKENS` tokens. Raises the errors of `Endpoint`.
 
-        The server may serve the prompt only from blocks that are cached under *salt*. If *is_read* is False, it is
-        asked not to read its cache.
+        The server may use only blocks that are cached under *salt*. If *is_read* is False, the request asks the server
+        not to read its cache.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, **self.dialect.extra}
         if salt is not None:

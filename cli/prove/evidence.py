@@ -13,8 +13,8 @@ from kvtier.cli.prove.plan import ProofPlan, Question
 class Request:
     """A prompt for the model of the client *asker*.
 
-    The server may use only blocks that are cached under *salt*, and none if *is_read* is False. A request is a
-    *reference* if the server must compute its prompt in full, because no cache can have its prefix.
+    The server may use only blocks that are cached under *salt*. If *is_read* is False, it may use none. A request is a
+    *reference* if the server must compute the whole prompt, so that no cache can affect the answer.
     """
 
     asker: ModelClient
@@ -38,8 +38,8 @@ class Asked:
 class Evidence:
     """The requests and answers of a run, from which its verdict is derived.
 
-    *asked* has all requests. *later* has only those for the later prompt of a question, which may be cache hits.
-    *shapes* has the distances between answers with the same tokens that were computed in batches of different shapes.
+    *asked* has all requests. *later* has only those for the later prompt of each question (a pair of prompts). These
+    may be cache hits. *shapes* has distances between correct answers that were computed in batches of different shapes.
     """
 
     plan: ProofPlan

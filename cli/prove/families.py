@@ -8,13 +8,13 @@ from typing import TypeAlias
 Pieces: TypeAlias = tuple[int, ...]
 
 CUE = 16  # number of pieces at a prompt's end that are a copy from its middle
-_UNALIGNED = 7  # added to a half or an eighth of a prompt, so that the shared prefix does not end with a whole block
+_UNALIGNED = 7  # added to a half or an eighth of a prompt, so that the shared prefix ends inside a block
 _WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks to align prompts to
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two prompts, as pieces. A piece is a number that stands for one token or word.
+    """Two prompts, as sequences of pieces. A piece is a number that stands for one token or one word.
 
     Cached blocks of *earlier* may serve the prefix that *later* shares with it.
     """
@@ -29,26 +29,26 @@ class Pair:
 
 
 class PromptGenerator:
-    """A generator of random prompts. Their pieces are numbers below *num_pieces*."""
+    """A generator of random prompts, whose pieces (tokens or words) are numbers below *num_pieces*."""
 
     def __init__(self, source: random.Random, num_pieces: int) -> None:
         self._source = source
         self._num_pieces = num_pieces
 
     def fresh(self, length: int) -> Pieces:
-        """Return random pieces. A long sequence of them is almost certainly new to the server."""
+        """Return *length* random pieces, which are almost certainly new to the server if *length* is large."""
         return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
 
     def cue(self, body: Sequence[int]) -> Pieces:
-        """Return a copy of `CUE` pieces from a random position of *body*, to put at the end of a prompt.
+        """Return a copy of `CUE` consecutive pieces of *body*, taken at random, to put at the end of a prompt.
 
-        A language model then continues the prompt as *body* continues after that position.
+        A language model then repeats what followed these pieces in *body*.
         """
         at = self._source.randrange(CUE, max(CUE + 1, len(body)))
         return tuple(body[at - CUE : at])
 
     def prompt(self, length: int) -> Pieces:
-        """Return a random prompt that ends with a cue, which is a copy of some of its own pieces."""
+        """Return a random prompt that ends with a cue, a copy of some of its earlier pieces."""
         body = self.fresh(length - CUE)
         return body + self.cue(body)
 
@@ -116,7 +116,7 @@ def _swapped(draw: PromptGenerator, length: int) -> Pair:
 
 
 def _whole(length: int) -> int:
-    """Round *length* down to a multiple of the largest block size in `_WHOLE_BLOCKS` that fits."""
+    """Round *length* down to whole blocks, of the largest size in `_WHOLE_BLOCKS` that is not more than *length*."""
     size = next((size for size in _WHOLE_BLOCKS if size <= length), 1)
     return length // size * size
 

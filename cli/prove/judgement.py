@@ -1,4 +1,4 @@
-"""The verdict on a run: one for each family and length of prompts, one for the whole run, and the wrong answers."""
+"""The verdicts of a run: one for each family and length of prompts, and one for the whole run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ UNCACHED = "nothing was cached"
 
 
 class Verdict(StrEnum):
-    """The outcome of a row or of a whole run."""
+    """The outcome of one row of the report, or of the whole run."""
 
     PROVEN = "proven"
     WRONG = "wrong"
@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProofRow:
-    """The results for one family's prompts of one length. Times are medians of prompts that were sent alone."""
+    """The results for one family and one length of prompts. Times are medians over prompts that were sent alone."""
 
     family: str
     length: int
@@ -41,7 +41,8 @@ class ProofRow:
 class Finding:
     """A wrong answer, or cached tokens that the server must not have used.
 
-    *question* is set only if *asked* is the request for the later prompt of a question.
+    If *asked* is the request for the later prompt of a question (a pair of prompts), *question* is set. Otherwise it is
+    None.
     """
 
     what: str

@@ -32,9 +32,9 @@ class Measures:
                 self._references.setdefault((request.asker, request.pieces), []).append(one)
 
     def references(self, asker: ModelClient, pieces: Pieces) -> Sequence[Asked]:
-        """Return the requests in which *asker* computed the full prompt of these *pieces*.
+        """Return the reference requests to *asker* for this prompt, for which the server computed the whole prompt.
 
-        Requests for which the server reports more than a few cached tokens are left out.
+        A request is left out if the server reports more than a few cached tokens for it.
         """
         return self._references.get((asker, pieces), ())
 
@@ -42,7 +42,7 @@ class Measures:
     def noise(self) -> float | None:
         """The largest distance between correct answers to one prompt, or None if no two could be compared.
 
-        Distances as large as those between different prompts are left out, because rounding does not cause them.
+        Distances as large as those between answers to different prompts are left out: rounding does not cause them.
         """
         found = [each for *_, each in self._repeats] + self.evidence.shapes
         if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # else distances are 0 or infinite
@@ -56,7 +56,7 @@ class Measures:
 
     @cached_property
     def _repeats(self) -> list[tuple[Asked, Asked, float]]:
-        """Pairs of references of one prompt, with their distances."""
+        """All pairs of references of the same prompt, with the distance between their answers."""
         return [
             (*pair, apart)
             for references in self._references.values()
@@ -67,7 +67,7 @@ class Measures:
     def unsteady(self) -> list[tuple[Asked, float]]:
         """Return the prompts whose references differ as much as answers to different prompts do.
 
-        Each prompt is represented by one of its requests, with the largest distance between two of its references.
+        Each prompt is returned as one of its requests, with the largest distance between two of its references.
         """
         found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
@@ -77,7 +77,7 @@ class Measures:
         return list(found.values())
 
     def apart(self, one: Asked) -> float | None:
-        """Return the distance of an answer to its closest reference, or None if there is nothing to compare with."""
+        """Return the distance of an answer to its closest reference, or None if it cannot be compared with any."""
         references = self.references(one.request.asker, one.request.pieces)
         return min(_distances((one, reference) for reference in references), default=None)
 
@@ -86,10 +86,10 @@ class Measures:
         return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
 
     def excess(self, one: Asked) -> int:
-        """Return the number of cached tokens that are reported for this request, but not explained by earlier requests.
+        """Return how many more cached tokens the server reports for a request than it may have used.
 
-        Only earlier requests with the same model, salt and prefix explain cached tokens. Returns 0 if prompts are sent
-        as words, because then the tokens of a shared prefix cannot be counted.
+        It may use a prefix that an earlier request had too, if both have the same salt and the same model (or models in
+        `alike`). Returns 0 if prompts are sent as words, because then the shared tokens cannot be counted.
         """
         if not self.evidence.is_exact:
             return 0
@@ -105,7 +105,7 @@ class Measures:
         return max(0, (one.answer.cached_tokens or 0) - num_before - limit)
 
     def computed_alone(self, length: int) -> list[Asked]:
-        """Return the references of control prompts of this length that were sent alone."""
+        """Return the references of controls with prompts of this length, if they were sent alone."""
         prompts = [
             (each.asker, prompt)
             for each in self.evidence.plan.controls
@@ -117,14 +117,15 @@ class Measures:
     def is_sensitive(self, length: int) -> bool:
         """Return whether answers to prompts of this length depend on the beginning of the prompt.
 
-        They do if most controls, whose two prompts differ in the beginning, got answers with a distance above `bound`.
+        The two prompts of a control differ only in the beginning. For most controls, the distance of their answers must
+        be above `bound`.
         """
         found = self._controls[length]
         return bool(found) and median(found) > self.bound
 
     @cached_property
     def _controls(self) -> dict[int, list[float]]:
-        """The distances between answers to the two prompts of each control, by length."""
+        """The distances between answers to the two prompts of each control, by the length of the prompts."""
         found: dict[int, list[float]] = {}
         for control in self.evidence.plan.controls:
             ones, others = (self.references(control.asker, prompt) for prompt in control.prompts)
@@ -133,7 +134,7 @@ class Measures:
 
     @cached_property
     def _unsteady_from(self) -> float:
-        """Half the median distance between the prompts of a control, which is too large to be caused by rounding."""
+        """A distance that is too large for rounding: half the median distance of the controls, but at least 0.5."""
         found = [each for found in self._controls.values() for each in found]
         return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
@@ -141,8 +142,7 @@ class Measures:
     def alike(self) -> frozenset[frozenset[ModelClient]]:
         """Pairs of models that gave the same answers to the same prompts, and so may share cached blocks.
 
-        If no answers of two models could be compared, they count as alike if they run on different servers, but not if
-        one of them is an adapter on the same server.
+        If no answers of a pair could be compared, the pair counts as alike only if its models run on different servers.
         """
         found: dict[frozenset[ModelClient], list[float]] = {}
         for question in self.evidence.plan.questions:

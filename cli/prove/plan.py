@@ -29,8 +29,8 @@ class Salts:
 class RunSettings:
     """The settings with which a run makes random prompts and bypasses the server's cache.
 
-    *writing* is the format of most prompts, and *words* the format of prompts that must be text. *cold* is None if no
-    way to bypass the cache is known.
+    *writing* is the format of most prompts, and *words* the format of prompts that must be text. *cold* is the way to
+    bypass the cache, or None if none is known.
     """
 
     source: random.Random
@@ -65,7 +65,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Two prompts with the same end after different beginnings, to test whether answers depend on the beginning."""
+    """Two prompts that differ in the beginning and end alike, to test whether answers depend on the beginning."""
 
     length: int
     asker: ModelClient
@@ -84,9 +84,9 @@ class ProofPlan:
 class Planner:
     """A planner of the questions to ask the models under test, whose clients are *askers*.
 
-    The first model gets prompts of all families. Each other model gets some prompts twice. Each model also gets prompts
-    that were first sent to another model, whose cached blocks it must not use. Salts are used only if the server
-    honours them.
+    The first model gets prompts of all families. Each other model only gets the same prompt twice. If there are several
+    models, each also gets a prompt that was first sent to another model, whose cached blocks it must not use. Salts are
+    used only if the server honours them.
     """
 
     askers: Sequence[ModelClient]
@@ -97,8 +97,8 @@ class Planner:
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
         """Plan *num_rounds* questions of each family for each of *lengths*.
 
-        Each length is a pair: the number of tokens, and the number of pieces that become so many tokens. The requests
-        of every second round are sent concurrently. Of every four rounds, the second and the third have a salt.
+        Each length is a pair: a number of tokens, and the number of pieces that become so many tokens. In every second
+        round, requests are sent concurrently. Of every four rounds, the second and the third use a salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

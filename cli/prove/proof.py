@@ -30,8 +30,8 @@ _EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and 
 def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
     """Return the format of most prompts, and the format of prompts that must be text.
 
-    Most prompts are token ids if the server accepts them, and words otherwise. If the server can tokenize, only token
-    ids of ordinary words are used.
+    Most prompts are token ids if the server accepts token ids, and words otherwise. If the server can tokenize, the ids
+    are those of ordinary words.
     """
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
@@ -61,7 +61,7 @@ def _ids_of_words(endpoint: Endpoint, model: str) -> tuple[int, ...]:
 class ListedModel:
     """A model that the server lists in `/v1/models`.
 
-    *parent* is the base model of an adapter, as reported by vLLM and kvtier, or None.
+    For an adapter, *parent* is its base model. It is None for other models, and if the server does not report it.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ListedModel:
 
 
 def list_models(endpoint: Endpoint) -> list[ListedModel]:
-    """Return the models that a server lists, which may be none.
+    """Return the models that a server lists, or an empty list if it does not list any.
 
     Raises OSError if no server answers, and `Refused` if the API key is rejected.
     """
@@ -87,9 +87,9 @@ def list_models(endpoint: Endpoint) -> list[ListedModel]:
 class ProofConfig:
     """The settings of a run, as given on the command line.
 
-    If *model* or *adapters* is None, the run uses the models that the server lists. *lengths* are numbers of tokens. If
-    *lengths* is None, the run uses all of `LENGTHS` that the model accepts. If *seed* is None, every run has new
-    prompts.
+    If *model* is None, the run tests the first model that the server lists. If *adapters* is None, it also tests up to
+    four adapters that the server lists. *lengths* are in tokens; None means all of `LENGTHS` that the model accepts. If
+    *seed* is None, every run has new prompts.
     """
 
     endpoint: Endpoint
@@ -117,8 +117,8 @@ class Proof:
 def prove(order: ProofConfig, note: Note) -> Proof:
     """Test the server and judge its answers. Call *note* with the progress.
 
-    Raises ValueError if *order* does not fit the server, OSError if no server answers, and `Refused` for an error
-    response.
+    Raises ValueError if the settings in *order* do not fit the server, OSError if no server answers, and `Refused` for
+    an error response.
     """
     note("asking which options the server accepts", 0, 1)
     askers, longest = _askers(order)
@@ -140,9 +140,9 @@ def prove(order: ProofConfig, note: Note) -> Proof:
 
 
 def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
-    """Return clients for the models under test, and the limit on the tokens of a request, or None if it is unknown.
+    """Return clients for the models under test, and the maximum number of tokens of a request, or None if unknown.
 
-    The models are the server's model, its adapters, and the model of the other server if there is one.
+    The models are the server's model, its adapters, and the second server's model if there is a second server.
     """
     listed = list_models(order.endpoint)
     model = next((each for each in listed if order.model in (None, each.name) and each.parent is None), None)
@@ -164,13 +164,15 @@ def _askers(order: ProofConfig) -> tuple[list[ModelClient], int | None]:
 def _lengths(asked: Sequence[int] | None, longest: int | None) -> list[int]:
     """Return the lengths of prompts in tokens, shortest first.
 
-    *asked* are the lengths that the user gave, if any. *longest* is the limit on the tokens of a request, if known.
+    *asked* are the lengths that the user gave, if any. *longest* is the maximum length of a request, if known.
     """
     if longest is None:
         return sorted(asked or LENGTHS)
     limit = (longest - CUE - NUM_TOKENS - _EXTRA_TOKENS) * 8 // 9  # one family extends its prompts by an eighth
     if limit < MIN_LENGTH:
-        raise ValueError(f"the model takes at most {longest:,} tokens, which are too few for this test")
+        raise ValueError(
+            f"the model takes at most {longest:,} tokens, which are too few for this test; give another --model"
+        )
     if asked is None:
         return [length for length in LENGTHS if length <= limit] or [limit]
     if max(asked) > limit:

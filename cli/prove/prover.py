@@ -22,8 +22,9 @@ _NUM_AGAIN = 2  # additional full prefills of a suspect's prompt, first alone an
 def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
     """Return the distance between two answers that should be equal, but are computed in batches of different shapes.
 
-    The second request has the first half of the first answer in its prompt. So these tokens are prefilled instead of
-    decoded, and the second halves are compared. Returns None if the answer's tokens cannot be appended to the prompt.
+    First, the answer to the prompt is computed. Then half of this answer is appended to the prompt, and the other half
+    is computed again. So the server prefills tokens that it decoded before. The two versions of the other half are
+    compared. Returns None if the answer's tokens cannot be appended to the prompt.
     """
     whole = ask_cold(prompt)
     longer = _continued(prompt, whole)
@@ -46,7 +47,7 @@ def _continued(prompt: Prompt, answer: Answer) -> Prompt | None:
 
 
 class Prover:
-    """A sender of the requests of one plan. At most *concurrency* requests are in flight in concurrent rounds."""
+    """A sender of the requests of one plan. In concurrent rounds, at most *concurrency* requests are in flight."""
 
     def __init__(self, plan: ProofPlan, setting: RunSettings, concurrency: int, note: Note) -> None:
         self._plan = plan
@@ -81,7 +82,7 @@ class Prover:
     def _ask_references(self) -> None:
         """Have the server compute each prompt in full, first alone and then concurrently.
 
-        If the cache cannot be bypassed, send only the prompts of controls, which share no prefix with other prompts.
+        If the cache cannot be bypassed, only the prompts of controls are sent. They share no prefix with other prompts.
         """
         controls = [(each.asker, prompt) for each in self._plan.controls for prompt in each.prompts]
         if self._setting.cold is None:
@@ -110,7 +111,7 @@ class Prover:
     def _continuable(self, asker: ModelClient, length: int) -> Prompt:
         """Return a random prompt to which the tokens of its answer can be appended.
 
-        The prompt is token ids if the server accepts and returns token ids, and words otherwise.
+        It consists of token ids if the server accepts and returns token ids. Otherwise it is text.
         """
         writing: PromptFormat = self._setting.words
         if asker.dialect.tells_ids and self._setting.writing.is_exact:
@@ -134,9 +135,10 @@ class Prover:
         self._evidence.was_evicted = True
 
     def _ask_suspects_again(self) -> None:
-        """Have the server compute the prompts of suspect answers in full again, to get more references.
+        """Get more references for suspect answers, by having the server compute their prompts in full again.
 
-        A suspect is cleared if it is close to a new reference, or if new references differ from each other as much.
+        An answer is no longer suspect if it is close to a new reference, or if the new references raise the noise
+        enough.
         """
         suspects = Measures(self._evidence).suspects()
         if self._setting.cold is None or not suspects:

@@ -1,4 +1,4 @@
-"""Eviction of earlier prompts from the fast tiers, so that a lower tier serves the later prompts."""
+"""Eviction of cached prompts from the fast tiers, so that later prompts are served by a lower tier."""
 
 import subprocess
 import time
@@ -16,9 +16,9 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class EvictionStep:
-    """A step between the earlier and the later prompts, in which the server evicts cached blocks.
+    """A step that makes the server evict cached blocks, before the second prompts of all questions are sent.
 
-    Other prompts of *num_tokens* tokens in total are sent. Then the shell command *command* is run, if it is not None.
+    It sends other prompts of *num_tokens* tokens in total. Then it runs the shell command *command*, if it is not None.
     """
 
     num_tokens: int

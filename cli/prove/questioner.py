@@ -1,4 +1,4 @@
-"""Sending of requests, one by one or concurrently, and collection of their answers."""
+"""`Questioner`: sends requests, one by one or concurrently, and collects their answers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +11,9 @@ Note = Callable[[str, int, int], None]  # description, number of requests done, 
 
 
 class Questioner:
-    """A sender of requests that appends each request and its answer to *kept*. It calls *note* with the progress.
+    """A sender of requests. It appends each request with its answer to *kept*, and calls *note* with the progress.
 
-    If a request fails, OSError or `Refused` is raised, and requests that have not been started are cancelled.
+    If a request fails, its methods raise OSError or `Refused`, and do not send the remaining requests.
     """
 
     def __init__(self, kept: list[Asked], writing: PromptFormat, concurrency: int, note: Note) -> None:

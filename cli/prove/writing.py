@@ -1,6 +1,7 @@
-"""Formats of prompts: conversion to token ids or to text.
+"""Formats of prompts: token ids or text.
 
-Before the conversion, a prompt is a sequence of *pieces*. A piece is a number that stands for one token or one word.
+A prompt is made as a sequence of *pieces*, and then converted to its format. A piece is a number that stands for one
+token or one word.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class PromptFormat(Protocol):
 
     @property
     def num_pieces(self) -> int:
-        """Number of different pieces, which are the numbers from 0 to `num_pieces` - 1."""
+        """How many different pieces there are. Pieces are the numbers from 0 to `num_pieces` - 1."""
         ...
 
     def write(self, pieces: Sequence[int]) -> str | list[int]:
@@ -49,7 +50,7 @@ class PromptFormat(Protocol):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A format in which each piece is one of the token *ids*."""
+    """A format in which each piece stands for one of the token *ids*."""
 
     ids: tuple[int, ...] = tuple(range(_FIRST_ID, _FIRST_ID + _NUM_IDS))
     is_exact = True
@@ -67,7 +68,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Words:
-    """A format in which each piece is one of `WORDS`. A word has *tokens_per_word* tokens on average."""
+    """A format in which each piece stands for one of `WORDS`. On average, a word has *tokens_per_word* tokens."""
 
     tokens_per_word: float
     is_exact = False

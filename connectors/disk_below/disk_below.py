@@ -21,7 +21,7 @@ from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngi
 
 
 class InlineQueue(queue.SimpleQueue[Transfer]):
-    """A queue of finished transfers that are processed immediately, on the thread that puts them."""
+    """A queue of finished transfers. The thread that puts a transfer also processes it at once."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         """Create an empty queue. `put` calls *take*, which must process all transfers in the queue."""
@@ -38,7 +38,7 @@ MakeLanes = Callable[[InlineQueue], Mapping[Route, Lane]]
 
 @dataclass(frozen=True, slots=True)
 class DiskBelowStatistics:
-    """A snapshot of the counts of a `DiskBelow`. Numbers of rows (blocks) are totals since the start."""
+    """A snapshot of the counts of a `DiskBelow`. A row is one block. Counts of rows are totals since the start."""
 
     tier: TierStatistics
     disk: DiskStatistics
@@ -54,15 +54,14 @@ class DiskBelow:
     """A disk tier that stores and loads the blocks of an engine that manages its own host memory.
 
     A *row* is one block together with the engine's memory for its bytes. Loaded bytes are verified. Disk faults raise
-    no exceptions: the load of a row that is unreadable, corrupt or late simply fails.
+    no exceptions: if a block is unreadable, corrupt or too late, the load of its row fails.
 
     Lookups do not wait, because the index is in memory. `load` and `store` begin a job and return its future at once.
-    Jobs end in any order. The memory of a job's rows belongs to the caller, who must not touch it until the job has
-    ended. Callbacks of the future must be short. They run on the thread that ends the job, which is a reader, the
-    writer or the caller's thread. All methods may be called from any thread.
+    Jobs end in any order. The caller must not touch the memory of a job's rows until the job has ended. Callbacks of
+    the future must be short, because they run on the thread that ends the job: a reader, the writer or the caller's
+    thread. All methods may be called from any thread.
 
-    One lock guards the tiers' objects, which only one thread at a time may use. No thread copies bytes or waits for the
-    disk while it holds the lock.
+    One lock guards the tier's state. No thread copies bytes or waits for the disk while it holds the lock.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class DiskBelow:
             disk: The store of blocks.
             make_lanes: Returns the lanes (transfer threads), which put finished transfers into the given queue:
                 `Route.DISK_TO_HOST` with *num_readers* threads, and `Route.HOST_TO_DISK` with one.
-            num_readers: Number of threads that read.
+            num_readers: Number of reader threads.
             max_queued_bytes: Limit on the bytes that wait to be written.
-            row_bytes: Returns the size of a block of the given group.
-            end_store: Closes the store at once.
+            row_bytes: Returns the number of bytes of a block, given its group.
+            end_store: Closes the store at once. Called by `close`.
             clock: Returns the time in seconds.
         """
         self._lock = threading.RLock()
@@ -117,7 +116,7 @@ class DiskBelow:
             return is_held
 
     def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
-        """Return the number of blocks on disk before the first block that is missing."""
+        """Return how many of the blocks are on disk before the first one that is missing."""
         with self._lock:
             self._go_on()
             return self._disk.num_held(group_id, names)
@@ -125,15 +124,15 @@ class DiskBelow:
     def load(self, rows: Sequence[BlockRow]) -> Outcomes:
         """Read rows from disk into their memory. The future has True for each row that was read and verified.
 
-        The memory of a row whose load fails has undefined contents. If reading a block fails, lookups no longer find
-        it.
+        If the load of a row fails, its memory has undefined contents. Lookups no longer find a block that could not be
+        read.
         """
         return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Write rows to disk, given in prefix order. The future has True for each row that is on disk.
+        """Write rows, given in prefix order, to disk. The future has True for each row that is then on disk.
 
-        A row that could not be stored may be offered again. `statistics` counts these rows by reason.
+        A row that could not be stored may be offered again. `statistics` counts such rows by reason.
         """
         return self._begin(rows, self._writes.begin)
 
@@ -143,10 +142,10 @@ class DiskBelow:
             self._writes.touch(rows)
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete all blocks of this namespace, and wait for the disk. Blocks stored in the meantime may stay.
+        """Delete all blocks of the engine's namespace from disk. Blocks that are stored in the meantime may stay.
 
         Returns:
-            False if jobs in flight do not end within *timeout_s*, or if the disk cannot delete the blocks.
+            False if the current jobs do not end within *timeout_s*, or if the disk cannot delete the blocks.
         """
         if not self.drain(timeout_s) or not self._disk.clear():
             return False
@@ -181,15 +180,15 @@ class DiskBelow:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all current jobs have ended and their memory is no longer used. Return False on timeout."""
+        """Wait until all current jobs have ended, so that their memory is no longer used. Return False on timeout."""
         with self._lock:
             futures = [job.future for job in self._jobs]
         return not wait(futures, timeout_s).not_done
 
     def close(self) -> None:
-        """End all jobs and close the store. Jobs that have not begun fail, and lookups find nothing from then on.
+        """End all jobs and close the store. Waiting jobs fail, and later lookups find nothing.
 
-        On return, no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`. A
+        On return, the rows' memory is no longer used, unless a read hangs in the kernel (see `ThreadLane.close`). A
         second call does nothing.
         """
         with self._lock:
@@ -220,7 +219,7 @@ class DiskBelow:
         return job.future
 
     def _go_on(self) -> None:
-        """Continue to load the index, and probe a disk whose circuit breaker is open after failures."""
+        """Continue to load the index. If the circuit breaker is open after failures, probe the disk."""
         if not self._is_closing:
             self._index_load.go_on()
             self._probe.go_on()

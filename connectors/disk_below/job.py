@@ -18,9 +18,9 @@ Outcomes = Future[list[bool]]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The rows that one call loads or stores.
+    """The rows (blocks with their memory) that one call loads or stores.
 
-    Rows may end in any order. The caller is notified once, after the last row.
+    The rows may be finished in any order. The caller is notified once, after the last row.
     """
 
     rows: Sequence[BlockRow]
@@ -38,7 +38,7 @@ class Job:
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
-        """Record whether the rows at these indices (*places*) succeeded. Call this only once for each row."""
+        """Record for each of the rows at the indices *places* whether it succeeded. Call this once for each row."""
         for place, good in zip(places, is_good, strict=True):
             self.outcomes[place] = good
         self.num_left -= len(places)
@@ -64,9 +64,10 @@ class Part:
 
 
 def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[Part]:
-    """Split the rows of *job* at the indices *places* into parts, in order.
+    """Divide the rows of *job* that have the indices *places* into parts, in this order.
 
-    A part has at most *max_rows* rows, and at most *max_bytes* bytes unless it has only one row.
+    A part has at most *max_rows* rows and *max_bytes* bytes. A row that is larger than *max_bytes* is a part of its
+    own.
     """
     parts: list[list[int]] = []
     num_bytes = 0
@@ -83,9 +84,9 @@ def cut(job: Job, places: Sequence[int], max_bytes: int, max_rows: int) -> list[
 class JobQueue(ABC):
     """A queue of transfers between memory and disk in one direction, first in, first out.
 
-    Each job is split into parts, and each part is one transfer. A limited number of parts is in flight, and the other
-    parts wait. If the disk must not be used, all waiting parts fail immediately. A subclass defines how a part is
-    transferred and how its outcome is processed. Callers must hold the lock of `DiskBelow`.
+    Each job is divided into parts, and each part is one transfer. A limited number of parts is in flight, and the other
+    parts wait. While the disk cannot be used, waiting parts fail at once. A subclass defines how a part is transferred
+    and how its outcome is processed. Callers must hold the lock of `DiskBelow`.
     """
 
     def __init__(self, transfers: TransferEngine, route: Route, breaker: CircuitBreaker, max_in_flight: int) -> None:
@@ -102,21 +103,21 @@ class JobQueue(ABC):
 
     @property
     def has_queued(self) -> bool:
-        """Whether any part waits for its transfer."""
+        """Whether any part waits for its transfer to begin."""
         return bool(self._queued)
 
     def enqueue(self, parts: Iterable[Part]) -> None:
-        """Queue the parts, and begin transfers up to the limit of parts in flight."""
+        """Queue the parts, and begin as many transfers as the limit of parts in flight allows."""
         self._queued += parts
         self._pump()
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether the disk may be used now, apart from the decision of the circuit breaker."""
+        """Return whether the disk may be used now. If so, the circuit breaker is asked next."""
 
     @abstractmethod
     def work_of(self, part: Part) -> Callable[[], Any]:
-        """Return a callable that transfers the part. It runs on another thread and uses no state of this object."""
+        """Return a function that transfers the part. It runs on another thread and must not use this queue's state."""
 
     @abstractmethod
     def has_disk_failed(self, transfer: Transfer) -> bool:
@@ -128,10 +129,10 @@ class JobQueue(ABC):
 
     @abstractmethod
     def on_given_up(self, part: Part) -> None:
-        """Record that the rows of a queued part failed, because the disk must not be used now."""
+        """Record that the rows of a queued part failed, because the disk cannot be used now."""
 
     def _pump(self) -> None:
-        """Begin transfers of queued parts. If the disk must not be used now, fail all queued parts."""
+        """Begin transfers of queued parts. If the disk cannot be used now, fail all queued parts."""
         while self._queued and self._num_in_flight < self._max_in_flight:
             attempt = self._breaker.begin() if self.is_usable() else None
             if attempt is None:

@@ -15,8 +15,8 @@ MAX_PART_ROWS = 512
 class Loads(JobQueue):
     """The queue of load jobs, first in, first out. Loaded bytes are verified.
 
-    Each part of a job is one request to the store. At most two parts per reader thread are in flight, so that a long
-    job keeps few bytes in flight. Every job ends, because the store's read timeout ends reads that hang.
+    Each part of a job is one request to the store. At most two parts per reader thread are in flight, to limit the
+    bytes in flight. Every job ends, because the store's read timeout also ends reads that hang.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, num_readers: int) -> None:

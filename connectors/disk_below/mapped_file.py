@@ -1,4 +1,4 @@
-"""Access to the file from which an engine's memory is mapped, so that the store's process can map it too."""
+"""Access to the file behind an engine's shared memory, so that the store's process can map the same memory."""
 
 import contextlib
 import os
@@ -23,9 +23,8 @@ class _Mapping(NamedTuple):
 def open_backing_file(memory: memoryview) -> SharedMemory | None:
     """Open the file from which *memory* is mapped. The caller must close the file descriptor.
 
-    *memory* must be contiguous and writable. Returns None if it is not mapped from a single file, if the mapping is
-    private, or if the file cannot be opened. Then the store's process receives and sends the blocks' bytes over a
-    socket.
+    *memory* must be contiguous and writable. Returns None if it is not a shared mapping of a single file, or if the
+    file cannot be opened. Then blocks are sent to and from the store's process over a socket.
     """
     address = address_of(memory)
     here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]
@@ -42,8 +41,8 @@ def open_backing_file(memory: memoryview) -> SharedMemory | None:
 def _open(mapping: _Mapping) -> int | None:
     """Return a descriptor of the mapped file, or None if it cannot be opened.
 
-    Tries the file's name first, then the descriptors of this process, because the file may never have had a name. Tries
-    the mapping itself last, because only root may open it.
+    Tries the file's path, then the descriptors that this process has open, for a file without a path. Tries the entry
+    in /proc/self/map_files last, because only root may open it.
     """
     by_descriptor = (f"/proc/self/fd/{number}" for number in _descriptors_of(mapping))
     for path in (mapping.path, *by_descriptor, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):

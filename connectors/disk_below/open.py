@@ -1,4 +1,4 @@
-"""Construction of the disk tier for an engine. The store's process maps the engine's memory if it can."""
+"""Construction of the disk tier for an engine, which shares the engine's memory with the store's process if it can."""
 
 import logging
 import os
@@ -29,15 +29,16 @@ def open_disk_below(
 ) -> DiskBelow:
     """Open the configured store as a disk tier for an engine. The caller must close it.
 
-    A folder that cannot be opened is not an error. Until it can be opened, lookups find no blocks, no blocks are
-    stored, and `statistics` gives the reason.
+    It is not an error if the folder cannot be opened. Until it can be opened, lookups find no blocks and no blocks are
+    stored. `statistics` gives the reason.
 
     Args:
         config: The settings of the store.
-        namespace: A 16-byte digest of everything that decides a block's bytes, apart from its name and group.
-        row_bytes: Returns the size of a block of the given group.
-        memories: The regions of memory that contain the engine's blocks. The store's process reads and writes a region
-            directly if it is a shared mapping of a file. For other regions, bytes are copied between the processes.
+        namespace: A 16-byte digest of all that determines a block's bytes besides its name and group, such as the
+            model.
+        row_bytes: Returns the number of bytes of a block, given its group.
+        memories: The regions of memory that contain the engine's blocks. If a region is a shared mapping of a file, the
+            store's process accesses it directly. Otherwise bytes are copied between the processes.
         num_groups: Number of groups of blocks, which are numbered from 0. All blocks of a group have the same size.
 
     Raises:

@@ -12,9 +12,9 @@ from kvtier.tiers.naming.block_hash import BlockName
 class BlockRow(NamedTuple):
     """One block, and the engine's memory to store its bytes from or to load them into.
 
-    *memory* is contiguous and exactly as large as the block. The engine must not touch it until the job of the row has
-    ended. *name* is 32 bytes that determine the block's bytes within the namespace and *group_id*. All blocks of a
-    group have the same size. *parent* is the name of the block that this one continues, in the same group. A block is
+    *memory* is contiguous and exactly as large as the block. The engine must not touch it until the load or store has
+    ended. *name* has 32 bytes. Together with the namespace and *group_id* it identifies the block. All blocks of a
+    group have the same size. *parent* is the name of the preceding block of the prefix, in the same group. A block is
     evicted before its parent.
     """
 
@@ -25,9 +25,9 @@ class BlockRow(NamedTuple):
 
 
 class RowIndex:
-    """An in-memory index of the blocks on disk; implements `DiskContent`.
+    """An in-memory index of the blocks on disk. It implements the protocol `DiskContent`.
 
-    kvtier knows of no other copies of these blocks, so a block that is evicted from disk is removed from the index.
+    A block that is evicted from disk is removed from the index, because kvtier knows of no other copy.
     """
 
     def __init__(self, disk: DiskTier) -> None:
@@ -41,7 +41,7 @@ class RowIndex:
         return held
 
     def on_written(self, blocks: Sequence[tuple[int, BlockName]], evicted: Sequence[bytes]) -> None:
-        """Record that *blocks* (group and name) were written, and that the store evicted the keys *evicted*."""
+        """Record that *blocks* (pairs of group and name) were written, and which keys the store *evicted* for them."""
         for group_id, name in blocks:
             self.disk.index.add(group_id, [name])
             self.disk.ages.on_written([name])
@@ -53,8 +53,8 @@ class RowIndex:
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
         """Record that a read of the block failed, and remove the block from the index.
 
-        Otherwise the engine would find the block and request it again and again. If its record on disk is intact, the
-        block is found again once the store is reopened, or once the block is stored again.
+        Otherwise the engine would find the block and request it again and again. If the block is intact on disk,
+        lookups find it again after the store is reopened or the block is stored again.
         """
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         self.disk.index.remove(group_id, name)

@@ -30,9 +30,9 @@ class Refusal(StrEnum):
 class Writes(JobQueue):
     """The queue of store jobs, first in, first out.
 
-    The rows of a job are written from last to first, so that a prefix is evicted from its end. A row is refused if the
-    bytes that wait to be written would exceed *max_queued_bytes*, unless no other row waits. If a block is already on
-    disk, it is only marked as recently used.
+    The rows of a job are written from last to first, so that the end of a prefix is evicted before its beginning. A row
+    is refused if more than *max_queued_bytes* would then wait to be written, unless no other row waits. A block that is
+    already on disk is only marked as recently used.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Writes(JobQueue):
         self._max_queued_bytes = max_queued_bytes
 
     def begin(self, job: Job) -> None:
-        """Queue the rows whose blocks are not on disk yet. Refused rows fail immediately."""
+        """Queue the rows whose blocks are not on disk yet. Rows that are refused fail immediately."""
         held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])

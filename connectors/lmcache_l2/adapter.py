@@ -130,7 +130,7 @@ class KVTierL2(L2AdapterInterface):
         self._touch(self._guard.run(lambda: self._objects.find(keys, {}), []))
 
     def get_memory_tags(self) -> Any:
-        """Return tags that tell LMCache that objects are on a local disk.
+        """Return LMCache's tags for objects on a local disk.
 
         Only lmcache 0.5.7 defines such tags and calls this method.
         """
@@ -173,7 +173,7 @@ class KVTierL2(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End all tasks and close the store. Tasks that have not begun fail."""
+        """Close the store. Tasks that are running end first, and tasks that are still queued fail."""
         self._guard.run_always(self._disk.close, None)
         for outcomes in (self._stores, self._lookups, self._loads):
             outcomes.close()

@@ -20,9 +20,9 @@ class UnsupportedEngine(ValueError):
 def check_lmcache(adapter: type, key: type, memory: type) -> None:
     """Raise `UnsupportedEngine` if LMCache's classes differ from those that the adapter was written for.
 
-    *adapter* and *memory* are LMCache's abstract classes of L2 adapters and of an object's memory. *key* is its
-    dataclass that names an object. A key with an unknown field is not supported, because the adapter would confuse
-    objects that differ only in this field.
+    *adapter* and *memory* are LMCache's abstract classes of L2 adapters and of an object's memory. *key* is LMCache's
+    dataclass for the key of an object. An additional field is not supported, because the adapter would give the same
+    name to objects whose keys differ only in this field.
     """
     unknown = (set(getattr(adapter, "__abstractmethods__", ())) ^ ABSTRACT) - ALSO_ABSTRACT
     unknown |= {field.name for field in fields(key)} ^ KEY_FIELDS

@@ -118,8 +118,8 @@ class TensorLayouts(Protocol):
 class ObjectsOnDisk:
     """LMCache's objects on disk, by LMCache's keys.
 
-    `DiskBelow` stores each object as a row. The row's group number is the object's size in bytes, so an object is only
-    read into memory of its own size. All methods may be called from any thread.
+    `DiskBelow` expects all blocks of a group to have the same size. So the size of an object in bytes serves as its
+    group number. All methods may be called from any thread.
     """
 
     def __init__(self, disk: DiskBelow) -> None:
@@ -129,8 +129,8 @@ class ObjectsOnDisk:
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[ObjectMemory]) -> "Future[list[bool]]":
         """Write the objects. Return for each object whether it is on disk.
 
-        LMCache passes keys in the order of the prompt. So an object is assumed to continue the previous one if both
-        have the same model, rank, object group, salt and size.
+        LMCache passes keys in the order of the prompt. So the parent of an object is assumed to be the previous
+        object, if both have the same model, rank, object group, salt and size.
         """
         rows = self._rows(keys, objects)
         for place in range(1, len(rows)):
@@ -146,10 +146,10 @@ class ObjectsOnDisk:
         return self._disk.load(self._rows(keys, objects))
 
     def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[BlockRow | None]:
-        """Return the row of each key's object, or None if the object is not on disk. The rows have no memory.
+        """Return for each key a row that names the key's object, or None if the object is not on disk.
 
-        *layouts* has LMCache's layout hints by object group. In addition, the layout in which the key's object group
-        was last stored or loaded is tried.
+        An object's name contains its layout, so two layouts are tried for each key: LMCache's hint in *layouts*, by
+        object group, and the layout in which an object of this group was last stored or loaded.
         """
         said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
         found: list[BlockRow | None] = [None] * len(keys)
@@ -178,7 +178,10 @@ class ObjectsOnDisk:
         # Use numpy's view of bytes, because LMCache's view of C's unsigned chars cannot be cast.
         raw = np.frombuffer(memory.byte_array, np.uint8).data
         if not 0 < raw.nbytes < MAX_OBJECT_BYTES:
-            raise ValueError(f"an object has {raw.nbytes} bytes; kvtier stores 1 to {MAX_OBJECT_BYTES - 1} bytes")
+            raise ValueError(
+                f"kvtier cannot store an object of {raw.nbytes} bytes, only of 1 to {MAX_OBJECT_BYTES - 1}; "
+                "change LMCache's chunk size"
+            )
         tensors = memory.metadata
         shapes, dtypes = tensors.shapes or [tensors.shape], tensors.dtypes or [tensors.dtype]
         layout = layout_of(tuple(shapes), tuple(dtypes), raw.nbytes)

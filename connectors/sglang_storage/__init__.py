@@ -1,1 +1,1 @@
-"""The disk tier below SGLang's host memory (HiCache). Code that other connectors use too belongs to `connectors`."""
+"""The disk tier below SGLang's host memory (HiCache). Code shared with other connectors is in `connectors`."""

@@ -182,7 +182,7 @@ class KVTierStorage(HiCacheStorage):
         """Return None, because SGLang itself measures pages and bandwidth. `statistics` returns kvtier's counts."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return all counts by name. Before a pool is registered, there are none."""
+        """Return all counts by name, or an empty dict before a pool is registered."""
         return {} if self._disk is None else asdict(self._disk.statistics())
 
     def _names(self, keys: Sequence[str]) -> list[BlockName]:
@@ -198,7 +198,7 @@ class KVTierStorage(HiCacheStorage):
             return [self._lineage.name(name) for name in names_of(keys)]
 
     def _parent(self, extra_info: Any) -> BlockName | None:
-        """Return the name of the prompt's page before the first page of a call, or None if SGLang does not pass it."""
+        """Return the name of the page that precedes a call's first page, or None if SGLang does not pass it."""
         prefix = getattr(extra_info, "prefix_keys", None)
         return self._names(prefix[-1:])[0] if prefix else None
 

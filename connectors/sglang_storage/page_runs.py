@@ -22,7 +22,7 @@ class StorageThreads:
         self._seen: set[threading.Thread] = set()
 
     def any_ended(self) -> bool:
-        """Record the calling thread. Return whether any thread recorded before has ended since the last call."""
+        """Record the calling thread. Return whether a recorded thread has ended since the previous call."""
         with self._lock:
             ended = {thread for thread in self._seen if not thread.is_alive()}
             self._seen = (self._seen - ended) | {threading.current_thread()}

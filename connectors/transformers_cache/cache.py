@@ -197,7 +197,11 @@ class KVTierCache:
             raise ChangedModel(f"the model was changed since KVTierCache.open: {change}; open the cache anew")
 
     def _store_named(self, past: PromptCache, chain: BlockChain, token_ids: list[int]) -> tuple[int, int]:
-        """Name the blocks of *token_ids* and `_store` them, unless the model was changed. Return what `_store` does."""
+        """Name the blocks of *token_ids* and store them, unless the model was changed.
+
+        Returns:
+            The number of blocks that were stored, and the number of blocks that could not be stored.
+        """
         num_loaded = past.num_loaded_tokens // self._layout.block_size
         if self._calls.is_over or len(token_ids) // self._layout.block_size <= num_loaded:
             return 0, 0

@@ -14,7 +14,7 @@ from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 
 SMALL_BLOCK = 16
-NUM_TOKENS = 20 * LIMIT + 10  # length of a miniature's prompt, far beyond `LIMIT`, to which its limits are reduced
+NUM_TOKENS = 20 * LIMIT + 10  # length of a miniature's prompt, far beyond the usual limit in a miniature
 SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
 
 
@@ -49,7 +49,8 @@ def _check_miniature(model: PreTrainedModel) -> None:
         small = next(miniatures(model, kinds))
     except NoMiniature as error:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be checked, because a small model of its class cannot be built ({error})"
+            f"KVTierCache cannot check whether prefixes of {type(model).__name__} can be reused, because a small model "
+            f"of this class cannot be built ({error}); use another model"
         ) from error
     rng = random.Random(7)
     token_ids = [rng.randrange(VOCAB // 2) for _ in range(min(NUM_TOKENS, _max_tokens(small)))]
@@ -115,8 +116,8 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
 def _max_tokens(model: PreTrainedModel) -> int:
     """Return the maximum number of tokens that the check gives to *model*.
 
-    A maximum position of `LIMIT` or less was reduced by the miniature, and the check exceeds it on purpose. A higher
-    one is respected, because a miniature keeps it only if the model has learned position embeddings.
+    In a miniature, the maximum position is normally reduced to `LIMIT`, and the check exceeds it on purpose. A higher
+    maximum is respected, because a miniature keeps it only if the model has learned position embeddings.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

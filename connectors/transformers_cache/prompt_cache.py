@@ -35,7 +35,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
         return super().update(key_states, value_states, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, see `DynamicSlidingWindowLayer`."""
+        """Remove the last tokens, see `DynamicSlidingWindowLayer`. *tokens_to_remove* is their number, negated."""
         super().crop(tokens_to_remove)
         if self._pieces:
             self._pieces = [self._joined(0, max(0, self.get_seq_length() - self.first_token))]

@@ -61,7 +61,7 @@ class RowLayout:
 
     @property
     def geometry(self) -> tuple[GroupGeometry, ...]:
-        """The layers grouped by shape, as the cache's `Namespace` contains them."""
+        """The layers grouped by shape, in the form that `Namespace` requires."""
         shapes = dict.fromkeys(filter(None, self.shapes))
         return tuple(
             GroupGeometry(

@@ -164,7 +164,7 @@ class WatchedPasses:
         return None
 
     def _is_looked_at_later(self, start: int, num_tokens: int) -> bool:
-        """Return whether a pass computes a single generated token. Its position is checked later, see `_Pass`."""
+        """Return whether a pass computes a single generated token, whose position is checked later, see `_Pass`."""
         return num_tokens == 1 and start >= len(self._prompt_ids)
 
     def _close_or_refuse(self, start: int, why: str) -> None:
@@ -218,7 +218,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
-    """Return whether *mask* equals the mask that the model itself would make. The caller has refused padding before."""
+    """Return whether *mask* is the mask that the model itself would make, given that it hides no padding."""
     if not isinstance(mask, torch.Tensor):
         return False
     if mask.dim() == 2:

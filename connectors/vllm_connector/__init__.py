@@ -1,1 +1,4 @@
-"""The KV connector for vLLM: one half in its scheduler, one in each worker. Offloading belongs to `vllm_offloading`."""
+"""The KV connector for vLLM, with one half in the scheduler and one in each worker.
+
+Code for vLLM's own offloading connector is in `vllm_offloading`.
+"""

@@ -27,11 +27,11 @@ class Adapters:
 
     An adapter's digest is computed once, at its first use, which is about when vLLM loads the adapter. If the adapter's
     files change later, it is unknown whether vLLM computes with the old or the new weights. So from then on, blocks of
-    this adapter are neither stored nor found. Owned by the scheduler's thread.
+    this adapter are neither stored nor found. Only the scheduler's thread may use the object.
     """
 
     def __init__(self, threads: Executor, digest: Callable[[Path], str] = weights_digest) -> None:
-        """Create an object without digests. It calls *digest* with the path of an adapter, on *threads*."""
+        """Create an empty collection. *digest* computes the digest of an adapter's folder, on *threads*."""
         self._threads = threads
         self._digest = digest
         self._known: dict[tuple[int, str], _Known] = {}

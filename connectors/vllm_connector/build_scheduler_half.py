@@ -118,9 +118,9 @@ def build_scheduler_half(
 
 
 def host_slots(block_bytes: int) -> AttachedMemory:
-    """Return a group's slots in the sidecar's memory, for use without vLLM's KV cache.
+    """Return a group's slots in the sidecar's memory, for the scheduler's process, which has no KV cache.
 
-    The scheduler's process only computes digests of the slots. Workers copy between the slots and the KV cache.
+    The scheduler's process computes digests of the slots. Workers copy between the slots and the KV cache.
     """
 
     def make(num_host_slots: int, file: int | None) -> BlockMemory:

@@ -41,7 +41,7 @@ class Counts:
 
 
 def unstored_name(why: Unstored) -> str:
-    """Return the name in `COUNT_NAMES` for blocks that were not stored for this reason."""
+    """Return the name in `COUNT_NAMES` of the count of unstored blocks with the reason *why*."""
     return f"{UNSTORED} {why}"
 
 

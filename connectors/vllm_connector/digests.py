@@ -17,19 +17,20 @@ OnTaken = Callable[[range, Sequence[bytes] | None], None]
 class Digests:
     """A calculator of digests of host slots, on a pool of threads.
 
-    The caller must keep the slots leased until its callback is called, on one of the threads.
+    The digests are passed to a callback. The caller must keep the slots leased until then.
     """
 
     def __init__(self, threads: Executor, run: Callable[[Callable[[], None]], None]) -> None:
         """Create an object that computes digests on *threads*.
 
-        It does not call callbacks itself, but passes each to *run*, which must call it and may take a lock before.
+        When digests are ready, one of these threads passes a function to *run*, which must call it, for example under
+        a lock.
         """
         self._threads = threads
         self._run = run
 
     def take(self, memory: HostMemory, slots: Sequence[int], on_taken: OnTaken) -> None:
-        """Start to compute the digests of *slots* in parts. *on_taken* is called once for each part."""
+        """Start to compute the digests of *slots* in batches. *on_taken* is called once for each batch."""
         limit = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
             places = range(start, min(start + limit, len(slots)))

@@ -12,10 +12,10 @@ from kvtier.engine.attached.model_files import weights_digest
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, weights_key: str) -> dict[str, object]:
-    """Return the facts about this engine that decide its blocks' bytes, by name, including the options in `JUDGED`.
+    """Return the facts about this engine that decide its blocks' bytes, by name.
 
-    *weights* is a name for the model's weights. If it is None, the weights' digest is computed. *weights_key* says how
-    an operator sets *weights*, for the error message.
+    *weights* is a name for the model's weights. If it is None, the weights' digest is computed. *weights_key* is the
+    name of the operator's setting for *weights*, for error messages.
 
     Raises:
         UnsupportedEngine: If the weights' digest cannot be computed.

@@ -83,7 +83,8 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
         attentions = {ATTENTION[type(spec).__name__](spec) for spec in specs}
         if len(attentions) != 1:
             raise UnsupportedEngine(
-                "the connector does not serve a KV cache group whose layers have different attention windows"
+                "the connector does not serve a KV cache group whose layers have different attention windows; start "
+                "vLLM without the connector"
             )
         page_bytes = tuple(int(spec.page_size_bytes) for spec in specs)
         layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))

@@ -23,7 +23,8 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
     missing += [name for name in ("hash_block_size", "kv_cache_groups") if not hasattr(kv_cache_config, name)]
     if missing:
         raise UnsupportedEngine(
-            f"this vLLM has no {', '.join(missing)}, which the connector needs; tested versions: {', '.join(TESTED)}"
+            f"this vLLM has no {', '.join(missing)}, which the connector needs; install one of the tested versions: "
+            f"{', '.join(TESTED)}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -40,6 +41,6 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise UnsupportedEngine(
-            f"--prefix-caching-hash-algo {algorithm}: two prompts with equal hashes would get each other's blocks; "
-            f"use {' or '.join(CRYPTOGRAPHIC)}"
+            f"--prefix-caching-hash-algo {algorithm} is not supported, because different prompts may have equal hashes "
+            f"and would get each other's blocks; use {' or '.join(CRYPTOGRAPHIC)}"
         )

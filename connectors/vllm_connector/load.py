@@ -29,7 +29,7 @@ class _State(IntEnum):
 
 @dataclass(slots=True)
 class _Part:
-    """The blocks of a load that belong to one group. *first* is the index of the first of them in the request."""
+    """The blocks of a load that belong to one group. *first* is the first block's index in the request."""
 
     first: int
     fetch: Fetch
@@ -58,7 +58,7 @@ class Load:
 
     vLLM already has the blocks before token *start*. Each block is leased, and verified against its digest once it is
     in its host slot. A verified block stays valid even if the sidecar ends, because its slot is leased and the memory
-    stays mapped. `release` ends all leases. Owned by the scheduler's thread, under the connector's lock.
+    stays mapped. `release` ends all leases. All methods are called under the connector's lock.
     """
 
     def __init__(self, where: Where, names: RequestNames, tenant: bytes, start: int, end: int) -> None:
@@ -76,7 +76,7 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens after which the request can continue with the blocks verified so far, at least `start`."""
+        """Number of tokens after which the request could continue now: `start`, or more with verified blocks."""
         return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
 
     def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:

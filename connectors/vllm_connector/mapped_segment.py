@@ -48,13 +48,13 @@ class _Mapped:
 class MappedSegment:
     """A worker's mapping of the memory segment of a sidecar process, which contains the host slots of each group.
 
-    A thread connects to the sidecar's socket to get the segment's file descriptor, and maps the segment. The connection
-    stays open as long as the mapping, to tell the sidecar that the worker may still copy. The mapping outlives the
-    sidecar.
+    A thread connects to the sidecar's socket to get the segment's file descriptor, and maps the segment. While the
+    segment is mapped, the connection stays open, which tells the sidecar that the worker may still copy. The mapping
+    stays valid even if the sidecar ends.
 
-    When the sidecar ends, the thread maps the segment of the next sidecar as soon as that is running. The worker
-    switches to a new segment only when the scheduler's half of the connector asks for it, see `want`. Owned by the
-    worker's thread.
+    After the sidecar has ended, the thread waits for a new sidecar process, and maps its segment. The worker switches
+    to the new segment only when the scheduler's half of the connector asks for it, see `want`. Only the worker's thread
+    may call the methods.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class MappedSegment:
         """Create an object that maps nothing yet.
 
         *block_bytes* has the size of a block of each group. *wait_ended* waits for a limited time until a session has
-        ended, and returns whether it has. If *wait_ended* is None, only segments that are passed to `want` are mapped.
+        ended, and returns whether it has. If *wait_ended* is None, the segment of a new sidecar process is mapped only
+        when it is passed to `want`.
         """
         self._block_bytes = block_bytes
         self._clock = clock

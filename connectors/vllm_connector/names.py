@@ -19,8 +19,8 @@ class RequestNames:
     def __init__(self, request: VllmRequest, adapter_digest: bytes, hash_tokens: int, lineage: bytes = b"") -> None:
         """Create the names of *request*.
 
-        vLLM has one hash for every *hash_tokens* tokens. *lineage* is the secret of the engine's `WeightsLineage`. It
-        changes when the weights may have changed.
+        vLLM has one hash for every *hash_tokens* tokens. *lineage* is the `secret` of the engine's `WeightsLineage`,
+        a part of all names that changes when the weights may have changed.
         """
         self._request = request
         self._hash_tokens = hash_tokens

@@ -95,7 +95,9 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
         start, end = end, end + page_bytes
         if not isinstance(kv_caches.get(name), torch.Tensor):
-            raise UnsupportedEngine(f"the KV cache of layer {name} is not a single tensor")
+            raise UnsupportedEngine(
+                f"the KV cache of layer {name} is not a single tensor; start vLLM without the connector"
+            )
         layers.append(_Layer(_as_pages(name, kv_caches[name], num_pages, page_bytes), slice(start, end)))
     is_here = all(layer.pages.device.type == "cpu" for layer in layers)
     return CpuPages(layers) if is_here else DevicePages(layers)
@@ -106,17 +108,21 @@ def _as_pages(name: str, cache: torch.Tensor, num_pages: int, page_bytes: int) -
     if cache.shape[0] % num_pages:
         raise UnsupportedEngine(
             f"the KV cache of layer {name} has {cache.shape[0]} rows, which is not a multiple of its {num_pages} blocks"
+            "; start vLLM without the connector"
         )
     parts, item = cache.shape[0] // num_pages, cache.element_size()
     inner = [*zip(cache.shape[1:], cache.stride()[1:], strict=True), *([(parts, cache.stride(0))] if parts > 1 else [])]
     run = 1
     for size, stride in sorted((each for each in inner if each[0] > 1), key=lambda each: each[1]):
         if stride != run:
-            raise UnsupportedEngine(f"a block of layer {name} is not contiguous in this KV cache layout")
+            raise UnsupportedEngine(
+                f"a block of layer {name} is not contiguous in this KV cache layout; start vLLM without the connector"
+            )
         run *= size
     if not run * item <= page_bytes <= parts * cache.stride(0) * item:
         raise UnsupportedEngine(
-            f"a block of layer {name} has {run * item} bytes in memory, but vLLM reports {page_bytes}"
+            f"a block of layer {name} has {run * item} bytes in memory, but vLLM reports {page_bytes}; start vLLM "
+            "without the connector"
         )
     flat = torch.tensor([], dtype=torch.uint8, device=cache.device)
     strides = (parts * cache.stride(0) * item, 1)

@@ -21,7 +21,7 @@ SETTLE_S = 5.0  # max wait for finished copies to be published, before a reset o
 
 
 class Heard(queue.SimpleQueue[Transfer]):
-    """A `Finished` queue of the sidecar's answers, which calls a function after each new answer."""
+    """A queue of the sidecar's answers, which calls a function after each new answer."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         """Create an empty queue. `put` calls *on_put* after it has added an answer."""
@@ -36,9 +36,9 @@ class Heard(queue.SimpleQueue[Transfer]):
 class SchedulerHalf:
     """The scheduler's half of the connector: a `SchedulerSide`, and threads that process the sidecar's messages.
 
-    vLLM calls the connector only in its steps. Between steps, the threads process the sidecar's answers as they arrive.
-    They process its messages about blocks a few times a second, so that an idle engine stays attached. All of this runs
-    under the guard's lock.
+    vLLM calls the connector only in its steps. Between steps, one thread processes the sidecar's answers as they
+    arrive. Another thread polls for messages a few times a second, which keeps the connection alive while the engine is
+    idle. All of this runs under the guard's lock.
     """
 
     side: SchedulerSide
@@ -134,7 +134,7 @@ class SchedulerHalf:
         return self.side.clear()
 
     def close(self) -> None:
-        """Wait a few seconds at most until copied blocks are published, then end the session and all threads."""
+        """Wait a few seconds at most until the copied blocks can be found, then end the session and all threads."""
         self.guard.run_always(self._settle, None)
         self._is_closing.set()
         self._end_threads()  # without the lock, because the threads may wait for it

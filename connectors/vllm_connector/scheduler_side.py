@@ -61,7 +61,7 @@ class _Next:
     """The loads that are planned for the next step."""
 
     loads: list[PageCopies] = field(default_factory=list)
-    loaded: list[Load] = field(default_factory=list)  # those whose slots `loads` copies
+    loaded: list[Load] = field(default_factory=list)  # the loads from whose slots `loads` copies
     unloadable_pages: list[int] = field(default_factory=list)
 
 
@@ -77,7 +77,7 @@ class SchedulerSide:
     users. If vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The
     workers copy the pages before anything is written to them.
 
-    Owned by the scheduler's thread. Calls from other threads hold the connector's lock.
+    Any thread that calls a method must hold the connector's lock.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SchedulerSide:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any request waits for the result of its lookup, which only a later step can return."""
+        """Whether vLLM still waits for the length of any request's hit."""
         return any(each.asked_at is not None and not each.is_settled for each in self._requests.values())
 
     @property
@@ -174,7 +174,7 @@ class SchedulerSide:
         self._refresh(tracked, end)
 
     def on_plan_failed(self, pages: Pages) -> None:
-        """Report all of the request's pages as not loaded, because `on_allocated` has failed."""
+        """Plan to report to vLLM that none of *pages* could be loaded, because `on_allocated` has failed."""
         self._next.unloadable_pages += [page for ids in pages for page in ids if page != NULL_PAGE]
 
     def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
@@ -253,7 +253,7 @@ class SchedulerSide:
             self._past.clear()
 
     def on_unloaded(self, pages: Collection[int]) -> None:
-        """Make sure that no block is stored if it was or will be computed from *pages*, whose load failed."""
+        """Taint *pages*, whose load failed, so that no block that depends on them is stored, see `Taint`."""
         placements = [each.placement for each in self._requests.values() if each.placement is not None]
         for placement in self._taint.spread(pages, [*self._past, *placements]):
             self._stores.discard(placement)
@@ -261,7 +261,7 @@ class SchedulerSide:
     def on_finished(self, request: VllmRequest) -> None:
         """Stop tracking a request that has ended or was aborted.
 
-        The blocks of the request's last step are stored in the next step. A block for which no slot is free then is
+        The blocks of the request's last step are stored in the next step. If a block gets no slot in that step, it is
         never stored, because vLLM has taken its page back.
         """
         tracked = self._requests.pop(request.request_id, None)
@@ -341,7 +341,7 @@ class SchedulerSide:
             self.counts.late_loads += end > num_computed
             return 0
         if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MAX_LOADS:
-            tracked.asked_at = self._clock()  # this wait ends with another load, at that load's deadline at the latest
+            tracked.asked_at = self._clock()  # wait until another load ends, at its own deadline at the latest
         elif self.is_mapped:
             tracked.load = Load(self._where, tracked.names, tracked.offer.tenant, num_computed, end)
         return None
@@ -373,9 +373,9 @@ class SchedulerSide:
         return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
-        """Return the length in tokens of the longest hit in vLLM's own cache and the sidecar's tiers, up to *limit*.
+        """Return after how many tokens, up to *limit*, the request could resume with vLLM's and the sidecar's caches.
 
-        The first *num_computed* tokens are in vLLM's own cache. Returns 0 if no block after them can be looked up.
+        The first *num_computed* tokens are in vLLM's own cache. Returns 0 if no later block has a name yet.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -423,7 +423,7 @@ class SchedulerSide:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
-        """Return the copies of blocks that the previous step completed, and of earlier blocks that got no slot."""
+        """Return the copies of blocks that the previous step has computed, or that got no slot before."""
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
         why_unstored = self._why_unstored(is_storing)
@@ -483,8 +483,8 @@ class SchedulerSide:
     def _end_placement(self, tracked: TrackedRequest) -> None:
         """Stop tracking the request's pages, because vLLM takes them back.
 
-        While the workers have not reported on all steps, the placement is kept in `_past`, because a load that failed
-        in one of these steps may still taint it.
+        The placement is kept in `_past` until the workers have reported on all steps so far, because a report may say
+        that one of the request's pages was not loaded.
         """
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)

@@ -19,8 +19,8 @@ class PageCopies:
 class Segment:
     """The shared memory of one sidecar process, which contains the host slots.
 
-    *boot* identifies the process. Workers connect to the Unix socket *path* to map the memory, and identify themselves
-    as parts of the engine that has sent *hello*.
+    *boot* identifies the process. Workers connect to the Unix socket *path* to map the memory. *hello* is the message
+    with which the scheduler's half attached; workers repeat the engine's identity from it.
     """
 
     boot: bytes

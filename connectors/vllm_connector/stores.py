@@ -23,8 +23,8 @@ from kvtier.transfer.block_memory import HostMemory
 class Offer:
     """The names of the blocks of one request that should be stored, and the progress so far.
 
-    *num_offered* is the number of blocks, per group, that need no further attempt. They are in lower tiers, in flight,
-    or cannot be stored.
+    *num_offered* is the number of blocks, per group, that need no further attempt: they are in lower tiers, on their
+    way there, or cannot be stored.
     """
 
     names: RequestNames
@@ -34,7 +34,7 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """Consecutive blocks of one request and group (a row), and the host slots that workers copy them to.
+    """A row: consecutive blocks of one request and group, and the host slots that workers copy them to.
 
     *slots* and *names* are in reverse order: the last block comes first.
     """
@@ -52,7 +52,7 @@ class _Copied:
 
 @dataclass(slots=True)
 class _Digested:
-    """The rows of one group and step whose digests are being computed."""
+    """The blocks of one group and step whose digests are being computed, as rows of consecutive blocks."""
 
     rows: Sequence[_Copied]
     slots: list[int]  # of all rows
@@ -65,8 +65,8 @@ class Stores:
 
     First, a host slot is reserved for a block. At the start of the step after the one that computed the block, workers
     copy the block's page into the slot. Then the slot's digest is computed, and the block is published, so that
-    lookups find it. If no slot is free, another attempt is made in a later step. Owned by the scheduler's thread, under
-    the connector's lock.
+    lookups find it. If no slot is free, another attempt is made in a later step. All methods are called under the
+    connector's lock.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class Stores:
         )
 
     def discard(self, placement: Placement) -> None:
-        """Discard the blocks in flight of *placement* that were computed from tainted pages.
+        """Discard blocks that are being copied from *placement*, if they were computed from tainted pages.
 
-        Their slots are given back once the workers have done the step. The blocks are stored after vLLM has computed
-        them anew.
+        Their slots are given back once the workers have done the step. Once vLLM has computed the blocks anew, they are
+        offered again.
         """
         for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
             end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
@@ -199,10 +199,10 @@ class Stores:
         return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
 
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
-        """Compute the digests of one step's rows, then publish all rows together.
+        """Compute the digests of one step's blocks, then publish all of these blocks together.
 
-        To publish each row on its own would wake the sidecar more often, and its answers would wake threads of this
-        process. Each of these threads takes the GIL from vLLM's current step.
+        If each row were published alone, the sidecar would send more answers. Each answer wakes a thread of this
+        process, which takes the GIL from vLLM's current step.
         """
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))

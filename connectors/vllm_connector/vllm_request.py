@@ -40,7 +40,7 @@ class VllmRequest(Protocol):
 
 
 class VllmBlockCopy(Protocol):
-    """vLLM's `KVCacheBlockCopy`: a copy of one page to another, made because two requests share only a part of it."""
+    """vLLM's `KVCacheBlockCopy`: a copy of one page to another, for requests that share only a part of a page."""
 
     @property
     def dst_block_id(self) -> int: ...

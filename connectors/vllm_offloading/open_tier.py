@@ -1,4 +1,4 @@
-"""`open_tier`: opens the disk tier with the settings of `KVTier`. Does not use vLLM's classes."""
+"""`open_tier`: opens the disk tier with the settings of `KVTier`. This module does not use vLLM's classes."""
 
 import sys
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from kvtier.connectors.page_moves import copy_pages
 
 
 class Ids(Protocol):
-    """The ids in a copy job, group after group. For the chunks of the host pool: vLLM's `CPULoadStoreSpec`."""
+    """The ids in a copy job, group after group. vLLM's `CPULoadStoreSpec` has the ids of chunks in the host pool."""
 
     @property
     def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
@@ -87,7 +87,7 @@ class PageCopies:
         wanted = len(self._groups), sum(pages.group_sizes), sum(num_chunks)
         given = len(pages.group_sizes), len(pages.block_ids), len(chunks.block_ids)
         if wanted != given:
-            raise ValueError(f"a copy job has {given} ids of groups, pages and chunks, but must have {wanted}")
+            raise ValueError(f"the numbers of groups, pages and chunks in a copy job are {given}, but must be {wanted}")
 
         in_cache: list[torch.Tensor] = []
         in_host: list[torch.Tensor] = []

@@ -29,8 +29,8 @@ class EndedRows:
 class RowJobs:
     """The jobs that copy blocks between vLLM's host pool and the disk.
 
-    A row is the memory of one block in the host pool, which vLLM calls a chunk. Jobs end in any order, on threads of
-    the disk. `take_ended` returns each job once. Only vLLM's scheduler calls the methods.
+    A row is the memory of one block in the host pool, which vLLM calls a chunk. Jobs end in any order, on the disk
+    tier's threads. `take_ended` returns each job once. Only vLLM's scheduler calls the methods.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RowJobs:
         self._lineage = WeightsLineage()
 
     def start_new_lineage(self) -> None:
-        """Stop finding blocks stored so far, because the engine's weights may have changed: see `WeightsLineage`."""
+        """Hide the blocks stored so far from lookups, because the weights may have changed: see `WeightsLineage`."""
         self._lineage.start_new_lineage()
 
     def holds(self, key: bytes) -> bool:

@@ -145,7 +145,7 @@ class TierSide:
         return {key: parent for key, parent in holes.items() if key in absent}
 
     def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
-        """Take back blocks from `take_unstored` that cannot be offered now, to offer them later."""
+        """Keep these blocks from `take_unstored` for later, because they cannot be offered now."""
         for key, parent in holes.items():
             self._holes.add(key, parent)
 
@@ -158,9 +158,10 @@ class TierSide:
         return {"blocks": tier.num_blocks, "stored_bytes": tier.num_bytes, "capacity_bytes": tier.capacity_bytes}
 
     def start_new_lineage(self) -> None:
-        """Stop finding the blocks stored so far, because the engine's weights may have changed: see `WeightsLineage`.
+        """Hide the blocks stored so far from lookups, because the weights may have changed: see `WeightsLineage`.
 
-        vLLM resets its cache after a weight update, and drains its tiers only when it resets its cache.
+        Call this when vLLM drains its tiers. vLLM does so only when it resets its cache, for example after a weight
+        update.
         """
         self._jobs.start_new_lineage()
         self._holes.clear()

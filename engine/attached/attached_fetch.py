@@ -208,7 +208,7 @@ class AttachedFetches:
     def end(self) -> list[AttachedFetch]:
         """Return the fetches of a session that has ended. The caller must fail them.
 
-        Their leases last until they are released.
+        Blocks that these fetches have leased stay leased until they are released.
         """
         fetches = list(self._fetches.values())
         self._fetches.clear()

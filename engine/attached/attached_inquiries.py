@@ -20,9 +20,10 @@ class AttachedInquiry:
 
 
 class AttachedInquiries:
-    """The lookups that wait for a sidecar's answer. Blocks that were found are added to *presence*.
+    """The lookups that wait for a sidecar's answer.
 
-    Owned by the engine's thread.
+    *presence* records which blocks are probably in the remote tier. Blocks that a lookup finds are added to it. Owned
+    by the engine's thread.
     """
 
     def __init__(self, presence: RemoteHints, send: Callable[[FromEngine], None], clock: Callable[[], float]) -> None:

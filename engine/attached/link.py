@@ -27,7 +27,7 @@ class SidecarStanding:
 
 
 class Silence:
-    """A watchdog that detects a sidecar that hangs: one that owes an answer and sends nothing, not even to a ping.
+    """A watchdog that detects a sidecar that hangs: it owes an answer, but sends nothing and does not answer pings.
 
     A busy disk does not make the sidecar silent, because the thread that answers pings never waits for the disk. Only
     time in which the engine listened is counted as silence. Owned by the engine's thread.
@@ -139,9 +139,9 @@ class SidecarLink:
         return ready.session.welcome
 
     def receive(self, until: float, on_message: Callable[[FromSidecar], None]) -> bool:
-        """Call *on_message* for each received message until the time *until*, but at least for one.
+        """Call *on_message* for the received messages, and stop at the time *until*.
 
-        The remaining messages stay queued.
+        At least one message is processed. The remaining messages stay queued.
 
         Returns:
             False if the session has ended and all its messages are processed. The caller must then call `end`.

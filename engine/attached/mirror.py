@@ -53,7 +53,7 @@ class Mirror:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
-        """Return where the blocks before the first missing one are, see `LowerTiers.find_run`.
+        """Return the result of `find` for the blocks before the first missing one, see `LowerTiers.find_run`.
 
         If *is_readable* is False, ignore blocks on disk.
         """
@@ -112,7 +112,7 @@ class Mirror:
         self.num_changes += 1
 
     def go_on(self) -> None:
-        """Report some more blocks of a sidecar that is gone as removed, except blocks that the next sidecar has."""
+        """Report the next batch of a lost sidecar's blocks as removed, unless a new sidecar has them."""
         if self._past:
             group_id, pages = self._past[0]
             page = next(pages, None)
@@ -125,7 +125,7 @@ class Mirror:
             self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
 
     def pop_lost(self) -> Sequence[Lost]:
-        """Return the blocks that have left the last tier since the last call, see `LowerTiers.pop_lost`."""
+        """Return the blocks that have left both host memory and disk since the last call, see `LowerTiers.pop_lost`."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []

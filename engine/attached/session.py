@@ -23,8 +23,8 @@ from kvtier.engine.attached.wire import (
 )
 
 ANSWER_S = 5.0  # timeout of the answer to `Hello`: the sidecar's thread itself never blocks
-PIECE_BYTES = 256 << 10
-MAX_PIECES = 16  # pieces to read per call
+PIECE_BYTES = 256 << 10  # maximum number of bytes of one read from the connection
+MAX_PIECES = 16  # maximum number of reads in one call of `receive`
 MAX_HINT_BYTES = 1 << 20  # with more unsent bytes than this, no hints are sent
 MAX_UNSENT_BYTES = 64 << 20  # with more unsent bytes than this, the sidecar counts as gone
 
@@ -193,7 +193,7 @@ def open_session(path: str, hello: Hello | Map, timeout_s: float = ANSWER_S) -> 
         connection.settimeout(None)
         undo.pop_all()
         return Session(connection, frames, answer, files[0], rest)
-    raise AssertionError("unreachable: an exit stack suppresses no exception")
+    raise AssertionError("unreachable: the exit stack above never suppresses an exception")
 
 
 def _close_all(files: Sequence[int]) -> None:

@@ -13,8 +13,9 @@ class SlotStock:
     """A stock of host slots that a sidecar has reserved for one attention group of an engine.
 
     The stock exists because the sidecar does not answer at once. A caller gets the slots that are ready, and the
-    missing ones are requested. In addition, as many slots as the caller took last are kept ready, if the sidecar has
-    room. A taken slot is *lent* until the caller has filled or returned it. Owned by the engine's thread.
+    missing ones are requested. For the next call, the stock also keeps slots ready: as many as the last call asked for,
+    if the sidecar has room. A taken slot is *lent* until the caller has filled or returned it. Owned by the engine's
+    thread.
     """
 
     def __init__(
@@ -26,8 +27,8 @@ class SlotStock:
             num_slots: Number of host slots that the sidecar has for the group.
             ask: Requests the given number of slots from the sidecar.
             clock: Returns the time in seconds.
-            num_kept: Number of slots to keep ready even while none is used, if the sidecar has room. A caller that
-                can offer a block only once needs them.
+            num_kept: Number of slots to keep ready even while none is used, if the sidecar has room. Needed if the
+                caller cannot retry: a block without a slot is then never stored.
         """
         self.lent: set[int] = set()
         self.is_short = False  # whether the last caller got too few slots, and the request for more is unanswered
@@ -58,10 +59,10 @@ class SlotStock:
         return taken
 
     def fill(self) -> None:
-        """Request slots if fewer than *num_kept* are ready and the request is due.
+        """Request slots if fewer than *num_kept* are ready, but not too often.
 
-        If half of the slots or fewer are ready, the request is due at once, otherwise after `IDLE_S` without use. If
-        the sidecar's last answer had too few slots, it is due only after `RETRY_S`.
+        If more than half of *num_kept* are ready, request only after `IDLE_S` without use. If the sidecar's last
+        answer had too few slots, request only after `RETRY_S`.
         """
         if self.is_waiting or len(self._ready) >= self._num_kept:
             return
@@ -82,7 +83,7 @@ class SlotStock:
         self._ready += slots
 
     def return_lent_slots(self, slots: Ids) -> None:
-        """Record that the caller has filled these lent slots or gives them back to the sidecar."""
+        """Record that these slots are no longer lent: the caller has filled them or gives them back."""
         gone = set(slots.tolist())
         assert gone <= self.lent, "a slot that was not reserved is returned"
         self.lent -= gone

@@ -37,7 +37,7 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 VERSION = 3
 LENGTH_BYTES = 4
 ENGINE_BYTES = 16
-MAX_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks takes three megabytes
+MAX_FRAME_BYTES = 16 << 20  # a `Fetch` of 100,000 blocks takes three megabytes
 MAX_BLOCKS = 1 << 17  # in one message
 MAX_TRACED = 64  # traced requests per message; an engine sends at most half as many
 
@@ -62,9 +62,9 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The parent of the block at *place* of a message. Other blocks have the block before them as their parent.
+    """A block whose parent is not the block before it in the message.
 
-    *parent* is None if the block can be used without a parent.
+    *place* is the index of the block in the message. *parent* is None if the block can be used without a parent.
     """
 
     place: int
@@ -84,7 +84,10 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(msgspec.Struct, frozen=True, array_like=True):
-    """The *places* in a message of a traced request's blocks. *traceparent* is the W3C header of the request's span."""
+    """The blocks of a message that belong to a traced request.
+
+    *places* has their indices in the message. *traceparent* is the W3C header of the request's span.
+    """
 
     traceparent: str
     places: bytes
@@ -103,7 +106,7 @@ class Hello(_Message, frozen=True):
 
     *namespace* (16 bytes) is a digest of everything besides the prompt that determines KV bytes. *engine* is an id that
     stays the same each time the engine attaches. The engine's other processes send this id with `Map`. An engine has
-    one session at a time. By a further `Hello` it declares that it no longer copies any block that it leased earlier.
+    one session at a time. A further `Hello` says that it no longer copies any block that it leased earlier.
     """
 
     version: int
@@ -182,7 +185,7 @@ class Publish(_Message, frozen=True):
     """The notice that blocks have been copied into reserved slots and can be used, see `LowerTiers.publish`.
 
     *traced* has the traced requests to which the blocks belong, for a sidecar that sends traces. An older sidecar
-    ignores it.
+    ignores this field.
     """
 
     group: int
@@ -376,7 +379,7 @@ def frame_of(message: FromEngine | FromSidecar) -> bytes:
 
 def message_of_engine(payload: bytes | memoryview) -> FromEngine:
     """Decode an engine's message from a frame without its length. Raises `Malformed` for an invalid message."""
-    return _decoded(_from_engine, payload)  # type: ignore[no-any-return]  # of that decoder's type
+    return _decoded(_from_engine, payload)  # type: ignore[no-any-return]  # `_decoded` returns Any
 
 
 def message_of_sidecar(payload: bytes | memoryview) -> FromSidecar:
@@ -387,7 +390,7 @@ def message_of_sidecar(payload: bytes | memoryview) -> FromSidecar:
 class Frames:
     """A buffer that splits the bytes of a connection into frames.
 
-    Its memory is bounded by one frame of *max_bytes* and one received piece.
+    It holds at most one incomplete frame of *max_bytes* and the bytes of one `receive` call.
     """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -437,14 +440,14 @@ def joined(names: Sequence[BlockName]) -> bytes:
 def names_in(data: bytes) -> list[BlockName]:
     """Split names concatenated by `joined`. Raises `Malformed` for a wrong length."""
     if len(data) % NAME_BYTES or len(data) > NAME_BYTES * MAX_BLOCKS:
-        raise Malformed(f"{len(data)} bytes are not a sequence of names")
+        raise Malformed(f"wrong length of names: {len(data)} bytes, not {NAME_BYTES} for each of up to {MAX_BLOCKS}")
     return cast(list[BlockName], np.frombuffer(data, f"V{NAME_BYTES}").tolist())
 
 
 def digests_in(data: bytes, num_blocks: int) -> list[bytes]:
     """Split *num_blocks* concatenated digests. Raises `Malformed` for a wrong length."""
     if len(data) != DIGEST_BYTES * num_blocks:
-        raise Malformed(f"{len(data)} bytes are not the digests of {num_blocks} blocks")
+        raise Malformed(f"wrong length of digests: {len(data)} bytes, not {DIGEST_BYTES} for each of {num_blocks}")
     return cast(list[bytes], np.frombuffer(data, f"V{DIGEST_BYTES}").tolist())
 
 
@@ -454,19 +457,19 @@ def packed(numbers: Ids | npt.NDArray[Any] | Sequence[int]) -> bytes:
 
 
 def numbers_in(data: bytes, limit: int) -> Ids:
-    """Unpack numbers packed by `packed`. Raises `Malformed` for a number below 0 or not below *limit*."""
+    """Unpack numbers packed by `packed`. Raises `Malformed` unless each number is from 0 to *limit* - 1."""
     if len(data) % 4 or len(data) > 4 * MAX_BLOCKS:
-        raise Malformed(f"{len(data)} bytes are not a sequence of numbers")
+        raise Malformed(f"wrong length of numbers: {len(data)} bytes, not 4 for each of up to {MAX_BLOCKS}")
     numbers = np.frombuffer(data, "<i4").astype(np.intp)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
-        raise Malformed(f"a number is below 0 or not below {limit}")
+        raise Malformed(f"a number is out of range; it must be at least 0 and less than {limit}")
     return numbers
 
 
 def owners_in(data: bytes, num_blocks: int) -> npt.NDArray[np.uint64]:
     """Unpack *num_blocks* tenant numbers. Raises `Malformed` for a wrong length."""
     if len(data) != 8 * num_blocks:
-        raise Malformed(f"{len(data)} bytes are not the tenants of {num_blocks} blocks")
+        raise Malformed(f"wrong length of tenants: {len(data)} bytes, not 8 for each of {num_blocks}")
     return np.frombuffer(data, "<u8")
 
 

@@ -31,9 +31,9 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 class Paths:
     """The segments of a step, divided by the code that computes their attention.
 
-    A segment is the part of a step that belongs to one request. On a CPU, segments of a single token are *rows* if the
-    kernel for rows supports them. The KV blocks of all other segments are *gathered* (copied) or read *in_place*, as
-    `paged_choice` decides.
+    A segment is the part of a step that belongs to one request. On a CPU, segments of a single token are *rows*: they
+    have a kernel of their own. For all other segments, and for single tokens that this kernel does not support,
+    `paged_choice` decides whether KV blocks are *gathered* (copied) or read *in_place*.
     """
 
     gathered: tuple[Segment, ...]
@@ -43,7 +43,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The inputs of one attention group in one forward pass. Its layers have the same kind of attention."""
+    """The inputs of one attention group in one forward pass. All layers of a group have the same attention."""
 
     slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
@@ -55,9 +55,10 @@ class GroupStep:
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """Return which code computes which segments, for layers with *num_heads* query heads.
+        """Return the segments, divided by the code that computes their attention.
 
-        The other arguments say whether the layers cap their scores, and whether they have attention sinks.
+        *num_heads* is the number of query heads of a layer. *has_softcap* and *has_sinks* say whether it caps scores
+        and has attention sinks.
         """
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
@@ -83,7 +84,7 @@ class GroupStep:
 class Step:
     """The inputs of one forward pass.
 
-    `layers` maps a layer's index in the model to the index of its group and its index within the group's slab.
+    `layers` maps the index of a layer in the model to two indices: its group, and its place within the group's slab.
     """
 
     groups: tuple[GroupStep, ...]

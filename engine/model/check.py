@@ -111,7 +111,7 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
-    """Return the token *counts* of a request's steps, reduced so that the model has positions for all tokens."""
+    """Return *counts*, the numbers of tokens in a request's steps, reduced to fit the model's position limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
     if limit <= LIMIT:  # no weight depends on this number, so it was cut, and the model takes any position
         return list(counts)

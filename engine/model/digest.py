@@ -173,7 +173,7 @@ class _Digest:
             self._feed(f"{name}.{key}", value, with_words)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Feed a tensor. If it is a tensor subclass made of inner tensors, feed the inner tensors and their context."""
+        """Feed a tensor. If its subclass wraps other tensors, feed these and the metadata of the subclass."""
         if hasattr(tensor, "__tensor_flatten__"):
             inner, context = tensor.__tensor_flatten__()
             self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")

@@ -25,10 +25,10 @@ def are_off() -> bool:
 def works(path: str, subject: Hashable, largest_error: Callable[[], float], tolerance: float) -> bool:
     """Return whether the fast path called *path* may be used for *subject*, such as a dtype or the shape of a layer.
 
-    The first call for a path and subject tries the path and records the outcome for the life of the process. For this
-    it calls *largest_error*, which runs the path once and returns its largest difference from the plain path, as a
-    fraction of the largest value. The path is not used if *largest_error* raises, or returns NaN or more than
-    *tolerance*. The first failure of each path is logged as a warning.
+    The first call for a path and subject calls *largest_error* and keeps the outcome for the life of the process.
+    *largest_error* runs the path once and returns the largest difference from the plain path, as a fraction of the
+    largest value. The path is not used if *largest_error* raises, or returns NaN or more than *tolerance*. The first
+    failure of each path is logged as a warning.
 
     Raises:
         MemoryError: If memory is short. No outcome is recorded then.

@@ -57,7 +57,7 @@ class GpuShare:
             allowed, needed = size_text(self.total_bytes * self.share), size_text(self.weight_bytes + self.step_bytes)
             raise ValueError(
                 f"gpu_memory_utilization {self.share:g}: this allows {allowed}, but weights and a step need {needed}; "
-                "raise it"
+                "raise gpu_memory_utilization"
             )
         return left
 

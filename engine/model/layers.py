@@ -79,8 +79,8 @@ class _Observation:
     """A replacement of a model's attention and mask functions, which records how each layer calls them.
 
     `make_mask` creates transformers' own mask and records its rule: a function that says for any two positions whether
-    the query reads the key. `attend` finds the rule of the mask that a layer passes. So it knows which keys the layer
-    reads, even far beyond the two tokens. A layer with any other mask is refused.
+    the query reads the key. `attend` finds the rule of the mask that a layer passes. The rule says which keys the
+    layer reads, even far beyond the two tokens. A layer with any other mask is refused.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -121,7 +121,7 @@ class _Observation:
                 "it adds a bias for each distance between tokens (position_bias), which kvtier does not support"
             )
         if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
-            raise UnsupportedModel(f"layer {layer_id} reads tokens that come later, or another sequence")
+            raise UnsupportedModel(f"layer {layer_id} attends to later tokens or to another sequence")
         refuse_unknown_tensors(kwargs)
         group = self._group(layer_id, kwargs.get("sliding_window"))
         if attention_mask is not None:

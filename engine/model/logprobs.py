@@ -10,7 +10,7 @@ _MAX_AT_ONCE = 1 << 22  # logits per batch of rows, which are copied to 32 MiB o
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural log probabilities at one position, before temperature and top-k, top-p and min-p.
+    """The natural log probabilities at one position, from the model's logits before any sampling parameter applies.
 
     *logprob* and *rank* belong to the token *token_id*, which was sampled or is part of the prompt. *rank* is 1 plus
     the number of more likely tokens. *top* holds the most likely tokens as pairs of token id and log probability, most
@@ -28,8 +28,8 @@ def step_logprobs(
 ) -> list[TokenLogprobs | None]:
     """Return for each row of *logits* `[rows, vocab]` the log probabilities of its token and of its likeliest tokens.
 
-    *token_ids* has the token of each row. *num_tops* has the number of likeliest tokens to return for each row. If it
-    is None, the row needs no log probabilities, and its result is None.
+    *token_ids* has the token of each row. *num_tops* has the number of likeliest tokens to return for each row, or
+    None for a row whose result is None because it needs no log probabilities.
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]

@@ -88,8 +88,8 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
 def deltas_digest(deltas: Mapping[str, LoraDelta]) -> str:
     """Return a digest of everything in an adapter that changes keys and values.
 
-    This is the layers' names, the scales, and the shapes, dtypes and bytes of the weights. Other fields of an adapter's
-    configuration, such as the task or dropout, change no keys or values.
+    The digest covers the layers' names, the scales, and the shapes, dtypes and bytes of the weights. Other fields of an
+    adapter's configuration, such as the task or dropout, change no keys or values.
     """
     total = hashlib.sha256()
     for name, delta in sorted(deltas.items()):

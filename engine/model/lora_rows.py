@@ -87,10 +87,10 @@ class LoraRows:
     def check_order(
         self, both: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], num_tokens: int
     ) -> None:
-        """Raise `UnusableLora` if a layer gets its tokens in another order or number than the pass has.
+        """Raise `UnusableLora` if a layer gets only some tokens of a pass, or in another order, as experts do.
 
-        *both* holds the inputs of the layers in a pass of two chunks, which have *num_tokens* tokens each. *second*
-        holds their inputs in a pass of the second chunk alone.
+        *both* and *second* are results of `inputs`. *both* is from a pass of two chunks with *num_tokens* tokens each,
+        and *second* is from a pass of the second chunk alone.
         """
         for name, rows in both.items():
             num_rows = 1 if self._layers[name] is self._output_layer else num_tokens

@@ -55,10 +55,10 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
     """Yield small models with the class of *model* and a reduced copy of its configuration, the smallest first.
 
     *layers* are the kinds of the model's attention layers, in order. A miniature has enough layers to include one of
-    each kind. Widths, number of layers and vocabulary are small. Every other number above `LIMIT` in the configuration
-    becomes `LIMIT`, if no weight's shape depends on it and the code still runs: windows, top-k, block sizes, lengths at
-    which the code changes its behaviour. Weights are random but always the same. A caller that finds a model too
-    different from the original can try the next, larger one.
+    each kind. Widths, number of layers and vocabulary are small. Every other number above `LIMIT` in the configuration,
+    such as a window, a top-k or a block size, becomes `LIMIT`. A number keeps its value only
+    if the shape of a weight depends on it, or if the code fails with `LIMIT`. Weights are random but always the same. A
+    caller that finds a model too different from the original can try the next, larger one.
 
     Raises:
         NoMiniature: If the caller asks for a model after the last one, or if none could be built.

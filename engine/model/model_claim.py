@@ -53,7 +53,7 @@ class ModelClaim:
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """While in the context, make the model use transformers' own attention, and keep other engines from it."""
+        """While in the context, let the model use transformers' own attention, and keep other engines away from it."""
         with self.alone():
             self._model.set_attn_implementation("eager")
             try:

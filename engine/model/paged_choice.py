@@ -1,16 +1,16 @@
 """Choice: whether attention reads KV blocks in place or gathers (copies) them first, whichever is faster.
 
 A segment is the tokens of one request in one step. Segments are divided into classes by their numbers of queries and
-keys. For each class, the speeds of both paths are measured once per process and `Shape`, at load, so no request waits
-for it. The choice then stays the same for the life of the process. So it does not depend on earlier requests.
+keys. For each class, the speeds of both paths are measured at load, so that no request waits for the measurement. The
+choice for a `Shape` then stays the same for the life of the process, so it does not depend on earlier requests.
 
 Blocks are always gathered on a CPU, without Triton, or if the kernel does not compile or gives wrong results. On a CPU,
 `cpu.row_attention` may compute single tokens, without either path.
 
 The two paths round differently, and another process may choose another path. So two computations of a block may differ
-in the last bits, as they do with another chunk size or batch. This is harmless, because nothing compares the bytes of
-two computations. Once a block is published under its name, its bytes never change: tiers only copy them, and a request
-that computes the block again adopts the first copy.
+in the last bits, as they do with another chunk size or batch. This is harmless, because kvtier never compares the
+bytes of two computations. Once a block is published under its name, its bytes never change: tiers only copy them, and a
+request that computes the block again adopts the first copy.
 """
 
 import bisect
@@ -81,7 +81,7 @@ _choices: dict[Shape, Choice] = {}  # per process, because two engines of one sh
 
 
 def choose(shape: Shape, slab: torch.Tensor) -> Choice:
-    """Return the choice for *shape*, measured on *slab* the first time. The slab is only read.
+    """Return the choice for *shape*. The first call measures it on *slab*, without changing the slab.
 
     The measurement blocks the caller for about a second, or longer if Triton has to compile the kernels first.
     """
@@ -148,7 +148,7 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
 def largest_error(shape: Shape) -> float:
     """Return the largest difference between the results of both paths, as a fraction of the largest value.
 
-    Both compute a short prompt and a decoding step.
+    Both paths compute a short prompt and a decoding step.
     """
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
@@ -187,7 +187,8 @@ def both_ways(
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """Return two functions that compute one layer's attention: in place, and over gathered blocks.
 
-    The functions do only the work of one layer; what a step prepares once for all layers is already done.
+    The functions do only the work of one layer. Work that a step does once for all layers, such as planning, is already
+    done.
     """
     num_tokens, device, dtype = segments[-1].rows.stop, shape.device, shape.dtype
     query = torch.randn(1, num_tokens, shape.num_heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)

@@ -5,8 +5,8 @@ other function of this module may be called.
 
 FlexAttention was rejected. It needs keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a
 new BlockMask in every step, which in vLLM took memory proportional to the whole pool (vllm#55977). It recompiles for
-new shapes while a request waits (pytorch#141486). It has no attention sinks, so they would have to be added to its
-result by means of its log-sum-exp.
+new shapes while a request waits (pytorch#141486). It does not support attention sinks, so kvtier would have to add them
+to the result by means of the log-sum-exp.
 """
 
 from collections.abc import Sequence

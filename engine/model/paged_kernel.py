@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (Values of Triton's language have no Python types, and its decorator is untyped.)
-"""Triton kernels for attention that reads keys and values from KV blocks in place. Import it only if Triton is there.
+"""Triton kernels for attention that reads keys and values from KV blocks in place. Requires Triton.
 
-In `attend_tiles`, a program handles a tile: some queries of one segment, with all query heads of one KV head. So it
-reads keys and values once for all of them. It iterates over the keys, *TILE_KEYS* at a time, with an online softmax in
-float32 (FlashAttention). If the keys of a tile are cut into splits, one program handles each split, and `merge_splits`
-merges the results (flash-decoding).
+In `attend_tiles`, a program handles a tile: some queries of one segment, with all query heads of one KV head. The
+program reads each key and value once for the whole tile. It iterates over the keys, *TILE_KEYS* at a time, with an
+online softmax in float32 (FlashAttention). If the keys of a tile are cut into splits, one program handles each split,
+and `merge_splits` merges the results (flash-decoding).
 
 Masks are computed from positions. A key is loaded only if some query of the tile reads it. So the content of other
 slots and of the tail of the last block has no effect, even if it is NaN.

@@ -1,4 +1,4 @@
-"""PagedLayout: the division of a model's layers into groups that share a slab of KV blocks."""
+"""PagedLayout: the division of a model's layers into groups, each with its own slab of KV blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from kvtier.transfer.device_slab import DeviceSlab
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """The division of a model's layers into groups whose KV blocks share a slab.
+    """The division of a model's layers into groups, each with its own slab of KV blocks.
 
-    A group holds the layers of the same kind of attention, number of KV heads and head size. Its slab is the device
-    tensor in which all of its KV blocks are stored.
+    A group holds the layers with the same kind of attention, number of KV heads and head size. A slab is the device
+    tensor that stores the KV blocks of one group.
     """
 
     groups: tuple[AttentionGroup, ...]
@@ -36,7 +36,7 @@ class PagedLayout:
     def num_slots(self, capacity_bytes: int) -> int:
         """Return the number of slots per slab if all slabs together take at most *capacity_bytes*.
 
-        A slot holds one block, and every slab has the same number of slots. Raises ValueError if it is less than two.
+        A slot holds one block, and every slab has the same number of slots. Raises ValueError if that is less than two.
         """
         num_slots = capacity_bytes // sum(self.block_bytes)
         if num_slots < 2:

@@ -109,8 +109,8 @@ class PagedModel:
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
-                    f"{len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention, because "
-                    "the model's attention or layers were changed; close the engine before you change the model"
+                    f"only {len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention, "
+                    "because the model's attention or layers were changed; close the engine before you change the model"
                 )
         return logits[0].float()
 

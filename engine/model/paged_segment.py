@@ -13,13 +13,15 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, SlidingWind
 class Segment:
     """The tokens of one request that a step computes, and the keys that they read in one attention group.
 
-    The tokens have the positions *start* to *end* - 1 and are *rows* of the packed batch. The keys have the positions
-    *first_key* to *end* - 1 and are in the blocks of *table*. `mask` and `half_rows` are created on first use, because
-    only some attention code needs them. A mask for 4k tokens after a prefix of 128k takes half a GB.
+    The tokens have the positions *start* to *end* - 1. The batch has one row for each token of each request; *rows* are
+    the rows of these tokens. The keys have the positions *first_key* to *end* - 1 and are in the blocks of *table*.
+
+    `mask` and `half_rows` are created on first use, because only some attention code needs them. A mask for 4k tokens
+    after a prefix of 128k takes half a GB.
     """
 
     group: AttentionGroup
-    rows: slice  # of the packed batch
+    rows: slice  # of the batch
     start: int  # position of the first token to compute
     first_key: int  # position of the first token in the first block of the table
     table: Sequence[int]  # device slots, starting with the first block that is needed
@@ -43,7 +45,7 @@ class Segment:
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads all keys from *first_key* to its own. If so, a mask only hides later keys."""
+        """Whether each token reads all keys from *first_key* to its own, so that a mask hides only later keys."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
@@ -55,10 +57,10 @@ class Segment:
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
     def half_rows(self, num_layers: int) -> torch.Tensor:
-        """Return the rows of the slab that hold the table's blocks in the first layer: [2 * num_blocks] int64.
+        """Return where the table's blocks are in the slab, as row numbers for the first layer: [2 * num_blocks] int64.
 
-        The slab has *num_layers* layers. Each row of it holds the keys, or the values, of one block in one layer. The
-        result lists the rows of all keys, then the rows of all values. For layer i, add 2 * i to each row number.
+        A row of the slab holds half a block in one layer: its keys or its values. The result lists the rows of all
+        keys, then the rows of all values. For layer i, add 2 * i. *num_layers* is the number of layers in the slab.
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:
@@ -81,7 +83,7 @@ def segment(
 ) -> Segment:
     """Return the segment of a request that computes *num_tokens* tokens from position *start* on in this step.
 
-    *table* holds the device slots of all the request's blocks. *rows* are the tokens' rows in the packed batch.
+    *table* holds the device slots of all the request's blocks. *rows* are the tokens' rows in the batch.
     """
     first_block = group.first_needed(start)
     needed = table[first_block : -(-(start + num_tokens) // group.block_size)]

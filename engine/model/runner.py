@@ -1,4 +1,4 @@
-"""ModelRunner: the engine's model with its LoRA adapters, compared at load with the model's own attention."""
+"""ModelRunner: a model with LoRA adapters, whose results with kvtier's attention are verified at load."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,8 +28,8 @@ __all__ = ["Chunk", "ModelRunner"]
 class ModelRunner(PagedModel):
     """A `PagedModel` with LoRA adapters, which verifies that kvtier's attention gives the model's own results.
 
-    It refuses to run once the model was changed. Adapters change neither the model nor its namespace, the fields that
-    two engines must have in common to share KV blocks. Owned and called by the engine's thread.
+    It refuses to run once the model was changed. Adapters change neither the model nor its namespace; only engines with
+    equal namespaces share KV blocks. Owned and called by the engine's thread.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
@@ -99,7 +99,7 @@ class ModelRunner(PagedModel):
     def attached_memories(self) -> list[AttachedMemory]:
         """Create the memory of each group of layers for an engine with a sidecar.
 
-        The host slots belong to the sidecar and are attached later.
+        The sidecar, a process that shares its host memory with several engines, provides the host slots later.
         """
         memories: list[AttachedMemory] = []
         with ExitStack() as undo:
@@ -223,7 +223,7 @@ def _lora_name(chunk: Chunk) -> str:
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the end token ids of the model's generation config or, if there are none, of its configuration."""
+    """Return the end token ids in the model's generation config or, if it has none, in `model.config`."""
     generation = getattr(model, "generation_config", None)
     for source in (generation, model.config):
         end = getattr(source, "eos_token_id", None)

@@ -46,7 +46,7 @@ class SamplingParams:
     computed and nothing is generated. Within the first *min_tokens* tokens, only *max_tokens* ends generation. Special
     tokens are not part of the text, except those of *shown_token_ids*.
 
-    If *logprobs* is a number, each token comes with its log probability and those of this many most likely tokens. They
+    With *logprobs* n, each token comes with its own log probability and with those of the n most likely tokens. They
     are computed before all changes to the logits. None disables log probabilities. *prompt_logprobs* does the same for
     the prompt's tokens, which are then all computed even if they are cached.
 

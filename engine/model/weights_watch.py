@@ -19,11 +19,12 @@ Mark = tuple[int, int]  # a tensor's data address and version counter
 class WeightsWatch:
     """A detector of changes to a model since the watch was created.
 
-    `change` detects modules that were replaced, and tensors that were replaced, moved, cast or written to in place. It
-    reads torch's counters of writes. `sampled_change` also detects added tensors or modules, hooks and changes of the
-    configuration. It also compares a few sampled numbers of each tensor, because torch does not count all writes, such
-    as those through `.data` or numpy. Neither method detects uncounted writes to other numbers, or changes of
-    attributes that are not tensors.
+    `change` detects modules that were replaced, and tensors that were replaced, moved, cast or written to in place. To
+    detect writes, it reads torch's counters, but torch does not count writes through `.data` or numpy.
+
+    `sampled_change` makes more checks. It also detects hooks, added tensors or modules, and changes of the
+    configuration. To detect uncounted writes, it compares a few elements of each tensor. Uncounted writes to other
+    elements stay undetected, and so do changes of attributes that are not tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -56,7 +57,7 @@ class WeightsWatch:
     def sampled_change(self) -> str | None:
         """Return a description of a change, or None, after more checks than `change`. Takes about 2 ms.
 
-        In addition it compares sampled numbers, hooks, the configuration and the number of parts.
+        These look for hooks, added tensors or modules, another configuration, and other values of sampled elements.
         """
         return self.change() or self._change_of_code() or self._change_of_samples()
 
@@ -75,7 +76,7 @@ class WeightsWatch:
 
     @torch.no_grad()
     def _take(self) -> list[bytes]:
-        """Return the bytes of each tensor's sampled numbers. Samples of one device and dtype are copied together."""
+        """Return the bytes of each tensor's sampled elements. Samples of one device and dtype are copied together."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for i, (_, tensor, _) in enumerate(self._sampled):
             groups[tensor.device, tensor.dtype].append(i)
@@ -116,7 +117,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices of the numbers to sample, which are spread evenly over the tensor."""
+    """Return the flat indices of the elements to sample, which are spread evenly over the tensor."""
     last = tensor.numel() - 1
     spread: Sequence[int] = [i * last // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
     return torch.tensor(spread, device=tensor.device)

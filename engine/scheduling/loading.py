@@ -96,11 +96,12 @@ class Loading:
     *split*: the request computes the beginning while the rest is promoted. The scheduler calls the methods in this
     table. Owned by the engine's thread.
 
-    | event          | from                 | to                                                                   |
+    | method         | state before         | state after                                                          |
     |----------------|----------------------|----------------------------------------------------------------------|
-    | `look_up`      | queued, found, room  | found, but room stays room                                           |
+    | `look_up`      | queued, found        | found                                                                |
+    |                | room                 | room                                                                 |
     | `defer`        | queued, found, room  | queued, because another request computes what this one needs         |
-    | `wait_turn`    | room                 | found; the load's time limit stops. Other states do not change       |
+    | `wait_turn`    | room                 | found                                                                |
     | `ask_for_room` | found, room          | room                                                                 |
     | `begin`        | room                 | split for a split hit; loaded if all is on the device; else parked   |
     | `take_in`      | parked, late         | loaded; parked again if a block was corrupt or evicted meanwhile     |
@@ -108,12 +109,12 @@ class Loading:
     | `begin_early`  | parked               | early, if layers arrive one by one and slots are free; else parked   |
     |                | late                 | late                                                                 |
     | `settle`       | early                | loaded if all blocks arrived; late if some are still in flight;      |
-    |                |                      | as for `take_in` if some failed                                      |
-    | `give_up`      | all but the last two | given up                                                             |
+    |                |                      | loaded or parked, as after `take_in`, if some blocks failed          |
+    | `give_up`      | any before loaded    | given up                                                             |
 
-    In the states `WAITING`, a loading leases no slots. In the states `COMING`, it leases the slots of the promotion. In
-    state *early* it also leases slots for the tokens that the step computes. In state *split* the request's tables hold
-    leases, too, which the request releases.
+    In the states queued, found and room, a loading leases no slots. In all later states before *loaded*, it leases the
+    slots of the promoted blocks. In state *early*, it also leases slots for the tokens that the step computes. In state
+    *split*, the beginning of the hit is already in the request's tables, whose slots the request itself releases.
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
@@ -229,7 +230,7 @@ class Loading:
     def wait_turn(self) -> None:
         """Leave the state *room*, because the request must first wait for slots or for its turn.
 
-        Do nothing in other states.
+        The load's time limit stops. In other states, do nothing.
         """
         if self.state is LoadingState.ROOM:
             self._withdraw()
@@ -238,8 +239,8 @@ class Loading:
     def ask_for_room(self) -> bool:
         """Start to copy down the dirty blocks that the hit would evict, and return whether the load may begin.
 
-        The load may begin if there is nothing to wait for, or if this wait or an earlier request's wait took too long.
-        Call this in every step until it returns True. In a step without this call, call `wait_turn`.
+        The load may begin once all these copies are done, or when the wait becomes too long. For a while after such a
+        wait, no other load waits at all. Call this in every step until it returns True, or call `wait_turn`.
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
@@ -296,9 +297,9 @@ class Loading:
             self._arrive()
 
     def begin_early(self, max_tokens: int) -> int:
-        """Lease slots for a step that begins before all layers have arrived, and return its number of tokens.
+        """Lease slots for an early step, which begins before all layers of the prefix have arrived.
 
-        Returns 0 if no such step is possible, for example because no slots are free. The promotion keeps its leases.
+        Returns how many tokens the step computes; 0 if no such step is possible, for example because no slots are free.
         """
         self._expect({LoadingState.PARKED, LoadingState.LATE})
         promotion = self._coming
@@ -321,8 +322,8 @@ class Loading:
     def settle(self) -> bool:
         """Wait briefly for all blocks that an early step used, and return True if they arrived and were verified.
 
-        Otherwise discard the tokens that the step computed. The request then resumes after the blocks that arrived.
-        While some blocks are still in flight, it waits and other requests compute.
+        Otherwise discard the tokens that the step computed. The request computes them again once no block is in flight
+        any more.
         """
         self._expect({LoadingState.EARLY})
         request, promotion = self._request, self._coming
@@ -343,7 +344,7 @@ class Loading:
         return False
 
     def give_up(self) -> None:
-        """End the loading and release its leases, but not those in the request's tables."""
+        """End the loading and release its leases. The request itself releases the leases in its tables."""
         self._expect(WAITING | COMING)
         self._withdraw()
         if self.state is LoadingState.EARLY:  # only after the step has failed
@@ -388,7 +389,7 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """End the wait for room without reporting an outcome to the circuit breaker."""
+        """End the wait for room. The circuit breaker for such waits ignores how long it took."""
         if self._attempt is not None:
             self._around.room.withdraw(self._attempt)
             self._attempt = None
@@ -416,9 +417,9 @@ class Loading:
         return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
-        """Give the request the hit's first blocks, which are on the device, and promote those from `hit.start` on.
+        """Give the request the first blocks of a split hit, which are on the device, and promote the last blocks.
 
-        Meanwhile the request computes the tokens between these two parts.
+        The last blocks begin at token `hit.start`. Meanwhile the request computes the tokens before them.
         """
         front = self._cache.promote(self._cache.plans.on_device(hit))
         assert front.done, "a promotion of blocks that are on the device is not done at once"

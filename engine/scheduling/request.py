@@ -60,7 +60,7 @@ class PromptScores:
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """Create scores without values. For each token, the *num_top* likeliest tokens are reported, too."""
+        """Begin with no token scored. For each position, the *num_top* likeliest tokens are reported, too."""
         self._token_ids = token_ids
         self._num_top = num_top
         self.told: list[TokenLogprobs | None] = [None]  # scores of the prompt's first tokens, as far as known
@@ -131,8 +131,8 @@ class Request:
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # computed tokens whose full blocks are named in the cache
-    # Length of a prefix that is longer than the hit. Only groups that forget old blocks (such as sliding windows) lack
-    # blocks of it. Once this request has computed them, the blocks at its end are kept.
+    # Length of a cached prefix that is longer than the hit. It cannot be used yet, because groups that forget blocks
+    # (such as sliding windows) lack those at its end. Once this request has computed these blocks, they are kept.
     junction: int | None = None
     loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None

@@ -65,8 +65,9 @@ class Scheduler:
         """Create a scheduler without requests.
 
         A load may take *load_timeout_s* seconds, including the wait for room on the device. Then the request starts
-        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request; the owner of *trails*
-        removes it. *max_scored* is the maximum number of tokens per step for which prompt logprobs are computed.
+        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request, which the caller has
+        to remove with `Trails.end`. *max_scored* is the maximum number of tokens per step for which prompt logprobs are
+        computed.
         """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -107,7 +108,7 @@ class Scheduler:
                     f"need {blocks} blocks, the device holds {num_slots}; raise device.capacity or shorten the prompt"
                 )
         if len(self.waiting) >= self._config.max_waiting:
-            raise ValueError(f"queue: {len(self.waiting)} requests wait already; raise scheduler.max_waiting")
+            raise ValueError(f"queue full: {len(self.waiting)} requests wait already; raise scheduler.max_waiting")
         request.loading = Loading(request, self._around)
         request.loading.inquire()
         self.waiting.add(request)
@@ -166,7 +167,7 @@ class Scheduler:
         return lost
 
     def on_computed(self, work: Sequence[Work]) -> None:
-        """Count the step's tokens as computed, and enter the blocks that are now full into the cache by name."""
+        """Count the step's tokens as computed, and add the blocks that are now full to the cache."""
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
@@ -181,7 +182,7 @@ class Scheduler:
                 request.num_committed = request.num_computed
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Change the priority of an unfinished request. In the queue, it moves behind all of the same priority."""
+        """Change the priority of an unfinished request. A waiting one moves behind all others of its new priority."""
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
@@ -234,7 +235,7 @@ class Scheduler:
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
-        """Start the request's loading if there are slots and room for it; return False if it continues to wait.
+        """Start the request's loading. Return False if the request has to wait for slots or for `ask_for_room`.
 
         A request starts only if it will probably not cause the preemption of a running request that is as urgent. If no
         other request is active, it may always start.
@@ -436,8 +437,8 @@ class SharedPrefill:
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
         """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
 
-        A less urgent request does not count, because it may be preempted. A request whose options limit its loads does
-        not count either, because the blocks that it computes may be in the cache already.
+        Less urgent requests do not count, because they may be preempted. Requests with a limit on their loads do not
+        count either, because they recompute blocks that may be in the cache already.
         """
         return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._min_tokens

@@ -28,9 +28,10 @@ class SlotDemand:
         return max_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
-        """Return whether enough device slots are free for all known tokens of the request; True without *active*.
+        """Return whether enough device slots are free for all known tokens of the request.
 
-        Slots that the *active* requests hold, or will need for the rest of their prompts, are not available.
+        Slots that the *active* requests hold, or will need for the rest of their prompts, are not available. If no
+        request is active, the result is always True.
         """
         if not active:
             return True
@@ -76,9 +77,9 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
     """Return `max_blocks` for one group that forgets old blocks, such as one with a sliding window.
 
-    The result is the maximum over all tokens at which a chunk may start. Among the starts with the same first needed
-    block, the last start needs the most blocks, so only these starts are tried. After `block_size` tries, the numbers
-    repeat. (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
+    The result is the maximum over all tokens at which a chunk may start. Of several starts that need the same first
+    block, only the last is tried, because it needs the most blocks. After `block_size` tries, the numbers repeat.
+    (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):
@@ -95,9 +96,9 @@ def longest_request(
 ) -> int:
     """Return the length in tokens of the longest request that can run alone, computed in chunks of *chunk* tokens.
 
-    *num_slots* is the number of device slots of each attention group. *model_limit*, the model's context length, limits
-    the result. If it is None, the limit is the number of tokens for which the largest group has slots. A model whose
-    groups all forget old blocks could run longer requests.
+    *num_slots* is the number of device slots of each attention group. The result is at most *model_limit*, the model's
+    context length. If *model_limit* is None, the result is at most the number of tokens that fit into the slots of the
+    largest group.
     """
 
     def fits(num_tokens: int) -> bool:

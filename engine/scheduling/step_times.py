@@ -53,8 +53,8 @@ class CopyHangs(Exception):
 class Stall:
     """A watchdog that detects that the engine computes nothing because hanging copies hold its slots.
 
-    Every other wait ends at a deadline, after which something can be computed. So if no step computes anything for
-    longer than all deadlines, a hanging copy is the cause. Owned by the engine's thread.
+    All waits except those for copies end at a deadline. So if no step computes anything for longer than all deadlines,
+    a hanging copy is the cause. Owned by the engine's thread.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -50,10 +50,11 @@ class TimedPins:
             owner: Owner of the pin, to which its bytes are counted.
             chain: Names of the prompt's blocks.
             num_tokens: Length of the prefix.
-            max_bytes: Size limit of the pin, to which the size of *instead_of* is added. None: just `Pins.free_bytes`.
+            max_bytes: Limit on the bytes by which the pin may exceed *instead_of*. None: the pin's whole size is
+                limited to `Pins.free_bytes`.
             until: Time on the clock of `now`.
             instead_of: Earlier pin of *owner*, which the new pin replaces.
-            start: First token to pin. Another pin of *owner* keeps the blocks before.
+            start: First token to pin. Another pin of *owner* must keep the blocks before that token.
 
         Returns:
             The new pin, or None if it would be too large. Then *instead_of* is unchanged.
@@ -99,7 +100,7 @@ class TimedPins:
 
     @property
     def num_remembered(self) -> int:
-        """Number of end times in the heap. Those of ended or extended pins remain in it for a while."""
+        """Number of end times in memory. For a while, these include outdated ones of ended or extended pins."""
         return len(self._by_end)
 
     def tick(self) -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Caller:
     """The sender of a request.
 
-    *request_id* is the id that the caller gave the request, "" if none. *tenant* is the name of an API key's tenant.
-    *traceparent* is the W3C header of the span that the request belongs to.
+    *request_id* is the id that the caller gave the request, "" if none. *tenant* is the tenant of the
+    caller's API key. *traceparent* is the W3C header of the span that the request belongs to.
     """
 
     request_id: str = ""

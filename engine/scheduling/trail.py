@@ -14,8 +14,8 @@ class Trail:
     """The origin of each block of a request's prompt, known once the cached prefix is loaded.
 
     The trail holds names of blocks, but no token ids. The first `len(depths)` blocks came from the cache, except those
-    with depth COMPUTED. The next *num_copied* tokens were copied from a cached block that shares only its first tokens
-    with the prompt. All other tokens were computed.
+    whose entry in *depths* is COMPUTED. The next *num_copied* tokens were copied from a cached block that shares only
+    its first tokens with the prompt. All other tokens were computed.
     """
 
     block_size: int

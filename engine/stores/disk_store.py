@@ -30,7 +30,7 @@ def open_store(
 ) -> ReopeningStore:
     """Start to open the configured store in a process of its own, and return before it is open.
 
-    If the folder cannot be opened, `ReopeningStore` tries again; this is not an error here.
+    If the folder cannot be opened, no error is raised, and `ReopeningStore` tries again.
 
     Raises:
         ValueError: If the capacity is less than `MIN_BLOCKS` blocks, or the encryption key cannot be read.
@@ -82,9 +82,9 @@ def codec_of_others(config: DiskConfig | RemoteConfig) -> Codec | CodecChoice:
 def with_rounding_of(namespace: Namespace, disk: DiskConfig | None) -> Namespace:
     """Return *namespace* marked as rounded if the disk's codec is lossy, else marked as exact.
 
-    A disk with a lossy codec rounds blocks. Once read, they may be copied to other tiers, and no tier records which
-    blocks are rounded. So all tiers of such an engine use a namespace of their own. Engines with exact blocks never
-    find blocks of that namespace.
+    A lossy codec rounds the blocks on the disk. Rounded blocks may later be copied to other tiers, and no tier records
+    which blocks are rounded. So all tiers of an engine with such a disk use a separate namespace, in which engines with
+    exact blocks find nothing.
     """
     if disk is None:
         return namespace

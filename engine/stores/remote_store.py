@@ -96,7 +96,7 @@ def _password(config: RemoteConfig) -> str | None:
 
 
 class OpenRemote:
-    """A remote store and the threads that query it; `lanes` adds the threads that copy blocks to and from it.
+    """A remote store and the threads that query it. Threads that copy blocks are created by `lanes`.
 
     The store is connected on first use, so an address that does not answer raises no error here.
     """

@@ -80,11 +80,11 @@ def _with_end_mark(message: Mapping[str, Any]) -> dict[str, Any]:
 def _up_to_end_mark(text: str, content: str) -> str:
     """Return the rendered *text* before the end mark.
 
-    If the space after the mark is missing, the template strips trailing spaces. Then *content*'s trailing spaces, which
-    the mark has protected, are removed, too.
+    If the space after the mark is missing, the template strips trailing spaces. It could not strip those of *content*,
+    because the mark followed them, so they are removed here.
     """
     before, mark, behind = text.rpartition(_END_MARK)
     if not mark:
-        raise LostContent("it leaves out the last message, so the answer cannot continue that message")
+        raise LostContent("the prompt would lack the last message, so the answer cannot continue that message")
     num_blanks = len(content) - len(content.rstrip()) if content.strip() else 0
     return before[: len(before) - num_blanks] if num_blanks and not behind.startswith(" ") else before

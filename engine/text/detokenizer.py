@@ -102,15 +102,15 @@ class Detokenizer:
         return text
 
     def _read(self, text: str) -> str:
-        """Return the characters of *text* that were not read before. *text* is the decoded window or its beginning."""
+        """Return the characters of *text* that no earlier call returned. The window's text begins with *text*."""
         piece = text[self._num_read :]
         self._num_read += len(piece)
         return piece
 
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
-        """Drop the window's tokens before index *start*. The first *num_context* of the others become context.
+        """Drop the window's tokens before index *start*. The first *num_context* tokens that remain become context.
 
-        All characters of the remaining window, except the last *num_waiting*, count as read.
+        Of the remaining text, `_read` will return only the last *num_waiting* characters and what follows later.
         """
         self._window = self._window[start:]
         self._num_context = num_context
@@ -119,8 +119,8 @@ class Detokenizer:
     def _show(self, piece: str, last: bool = False) -> str:
         """Append *piece* to the held-back text, and return the part that is safe to show.
 
-        This part ends at a stop string. If there is none, it ends before a suffix that may become a stop string; the
-        *last* piece is returned whole.
+        This part ends where a stop string begins. Without one, it ends before a suffix that may become a stop string.
+        If *piece* is the *last* one, no suffix is held back.
         """
         text = self._held + piece
         hits = [] if self._num_unstoppable >= 0 else self._hits(text)
@@ -133,7 +133,7 @@ class Detokenizer:
         return text[:num_shown]
 
     def _hits(self, text: str) -> list[tuple[int, int, str]]:
-        """Return end, start and text of the first match of each stop string that ends in the newly added text."""
+        """Return end, start and text of each stop string's first match in *text* that ends after the held-back text."""
         starts = {stop: max(0, len(self._held) - len(stop) + 1) for stop in self._stop}
         return [(at + len(stop), at, stop) for stop, start in starts.items() if (at := text.find(stop, start)) >= 0]
 

@@ -30,9 +30,9 @@ class TooManyTokens(ValueError):
 class MinTokens:
     """A thread-safe check that rejects a text that is too long, faster than tokenizing the text would.
 
-    The first check divides the text's length by the length of the longest token. This bound holds only if the tokenizer
-    drops no part of a text and has no token that stands for several unknown characters. So this check is skipped unless
-    the tokenizer's configuration shows that both are true.
+    The first check divides the text's length by the length of the longest token. The result is a lower bound only if
+    the tokenizer drops no part of a text and has no token that stands for several unknown characters. The check is
+    skipped unless the tokenizer's configuration shows that both are true.
 
     The second check tokenizes one piece of the text after another until the limit is exceeded. It counts the tokens
     before the last word of a piece, because these do not depend on the text after the piece. The check is skipped for a
@@ -80,7 +80,7 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Return whether normalizer and pre-tokenizer drop no character of a text. NFC may still combine characters."""
+    """Return whether normalizer and pre-tokenizer drop no character of a text. Combining characters is allowed."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )
@@ -100,7 +100,7 @@ def _keeping_pre_tokenizer(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(described: Mapping[str, Any]) -> bool:
-    """Return whether the model drops no character, and has no token for several unknown characters."""
+    """Return whether the tokenizer's BPE model drops no character, and merges no unknown characters into one token."""
     model, vocab = described["model"], described["model"]["vocab"]
     if "ByteLevel" in _kinds(described.get("pre_tokenizer")) | _kinds(described.get("normalizer")):
         return all(symbol in vocab for symbol in ByteLevel.alphabet())
@@ -144,4 +144,4 @@ class PromptLimit:
         """Raise UnknownToken if the tokenizer does not have one of the ids."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.num_ids:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.num_ids)
-            raise UnknownToken(f"token id {wrong}: the tokenizer has 0 to {self.num_ids - 1}")
+            raise UnknownToken(f"token id {wrong}: the tokenizer has 0 to {self.num_ids - 1} only")

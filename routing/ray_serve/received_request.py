@@ -32,7 +32,7 @@ class Stage(IntEnum):
 class Wanted:
     """The prompt of a call, by which the request router chooses the replica.
 
-    *tokens* is None if the tokens are unknown. *salt* is the salt in the names of the prompt's blocks. *who* is the
+    *tokens* is None if the tokens are unknown. *salt* is the salt in the hashes of the prompt's blocks. *who* is the
     header with the client's credentials.
     """
 
@@ -49,9 +49,9 @@ class Way:
     A call with a prompt (*wanted*) goes to the replica that the policy chooses for the prompt. A call with only a *key*
     goes to the replica that consistent hashing of the key selects. A call without both goes to any replica.
 
-    The request router runs in the caller's process and reads this object itself, not a copy. The caller updates *stage*
-    from its own thread. If the object no longer exists, the request router concludes that the call has ended. The
-    replica only gets an empty `Way`.
+    The request router runs in the same process as `Front`, which makes the call, and shares this object with it.
+    `Front` updates *stage* from another thread. If the object no longer exists, the request router concludes that the
+    call has ended. The replica gets an empty `Way`, because it does not need the data.
     """
 
     wanted: Wanted | None = None

@@ -30,7 +30,7 @@ MAX_RANKED = 3  # replicas to try in the policy's order, before Ray chooses amon
 
 
 class Feeds:
-    """The tasks that receive the replicas' KV events, one task per publisher. Owned by the event loop."""
+    """The tasks that receive KV events, one for each `Publisher` of a replica. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[Publisher, asyncio.Task[None]] = {}
@@ -51,7 +51,7 @@ class Feeds:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A call that was sent to the replica *name*. It counts as load of that replica until *end* is closed."""
+    """A call that was sent to the replica *name*. Closing *end* removes the call from the replica's load."""
 
     prompt: RoutedPrompt
     ranks: Mapping[str, Routed]  # the replicas that the call could go to, best first
@@ -61,13 +61,12 @@ class _Sent:
 
 
 class PrefixRequestRouter(LocalityMixin, RequestRouter):
-    """A Ray request router that sends a call to the replica that has most of its prompt, unless that one is too busy.
+    """A Ray request router that prefers replicas which have much of the prompt cached and are not too busy.
 
     From the replicas' KV events, the router knows which blocks each replica has in device memory, in host memory and on
-    disk. A call without a prompt and without a key in its `Way` goes to the less busy of two random replicas.
+    disk. A call with neither a prompt nor a key in its `Way` goes to the less busy of two random replicas.
 
-    Ray creates one router in each process that has a handle of the deployment. Owned by the event loop in which Ray
-    routes.
+    Ray creates one router in each process that calls the deployment. Owned by the event loop in which Ray routes.
     """
 
     def initialize_state(self, policy: Mapping[str, object], index: Mapping[str, object]) -> None:
@@ -111,7 +110,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
         return [*ranks, list(there.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Record which replica has accepted a call. If the best replica was full, this is another one."""
+        """Record which replica has accepted a call. If the best replica was full, Ray has chosen another one."""
         way, name = _way_of(pending_request), replica_id.unique_id
         sent = None if way is None else self._sent.get(ref(way))
         if way is not None and sent is not None and sent.name != name and name in self._router.replicas:

@@ -88,8 +88,8 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     def parts(self) -> list[TextPart | DocumentPart]:
         """Return the block as parts of a chat message.
 
-        A stored document becomes a separate part. So its text stays as it was when its blocks were computed, and the
-        request hits these blocks.
+        A stored document becomes a separate part, so that its text stays as it was stored, and the request hits the
+        document's cached KV blocks.
         """
         before = [text for text in (self.title, self.context) if text]
         match self.source:

@@ -130,7 +130,10 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
-    """Yield the assistant's message. If its tool calls have cache controls, the last one applies to the last call."""
+    """Yield the assistant's message.
+
+    Of all cache controls in its tool calls, only the last is used. It applies to the end of the last tool call.
+    """
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     controls = [use.cache_control for use in uses if use.cache_control is not None]
     calls = [use.call() for use in uses] or None

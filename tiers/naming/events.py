@@ -9,7 +9,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Tier
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one attention group became available in *tier*. They are consecutive if *token_ids* is not empty."""
+    """Blocks of one attention group became available in *tier*.
+
+    If *token_ids* is not empty, the blocks are consecutive blocks of one prompt.
+    """
 
     tier: Tier
     group_id: int
@@ -40,7 +43,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """Events in the order in which they happened, kept until the engine takes them."""
+    """Events in the order in which they happened, kept until the engine collects them with `take`."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []

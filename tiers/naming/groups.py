@@ -1,4 +1,4 @@
-"""Attention groups: which blocks must be present to resume after a given token. One class per kind of attention."""
+"""Attention groups: which cached blocks each kind of attention needs to resume a request after a prefix."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from math import gcd, lcm
 from typing import ClassVar, Protocol
 
 FirstHole = Callable[[int, int], int]
-"""`first_hole(start, end)` returns the first of the blocks *start* to *end* - 1 that is not present, or *end*."""
+"""`first_hole(start, end)` returns the first missing block from *start* to *end* - 1, or *end* if none is missing."""
 
 
 class BlockGroup(Protocol):
-    """The part of an attention group that the tiers below the device need to know."""
+    """The properties of an attention group that the tiers below the device need."""
 
     @property
     def block_size(self) -> int:
@@ -20,7 +20,10 @@ class BlockGroup(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Whether tokens read only recent blocks, as with a sliding window. If not, every prefix of a hit is a hit."""
+        """Whether tokens read only recent blocks, as with a sliding window.
+
+        If tokens read all blocks, every shorter prefix of a cached prefix can be used too.
+        """
 
 
 class AttentionGroup(BlockGroup, Protocol):
@@ -31,13 +34,16 @@ class AttentionGroup(BlockGroup, Protocol):
         """Whether a request can resume in the middle of a block, using only the block's first tokens."""
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first block that the token after *num_tokens* reads; it also reads all later blocks.
+        """Return the index of the first block that the token after *num_tokens* tokens reads.
 
-        The result never decreases with *num_tokens*.
+        The token also reads all later blocks. The result never decreases as *num_tokens* grows.
         """
 
     def longest(self, num_blocks: int, first_hole: FirstHole) -> int:
-        """Return the maximum number of blocks, up to *num_blocks*, after which a request can resume in this group."""
+        """Return the maximum number of blocks, up to *num_blocks*, after which a request can resume in this group.
+
+        *first_hole* finds the first missing block of a range; see `FirstHole`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +62,18 @@ class FullAttention:
 
 
 class _Windowed:
-    """Base of the groups that forget. Only the newest blocks matter, so the longest prefix is tried first."""
+    """Base of the groups whose tokens read only recent blocks. They try the longest prefix first."""
 
     __slots__ = ()
     forgets: ClassVar[bool] = True
     resumes_inside: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
-        """Return the same as `AttentionGroup.longest`, with one call of *first_hole* for each end that is tried.
+        """Return the same as `AttentionGroup.longest`, trying the longest prefix first.
 
-        Two failures in a row skip a whole window and a hole. So a window of w blocks needs at most
-        2 * num_blocks / (w + 1) + 2 calls, and num_blocks / w if no block is present. No search needs fewer calls,
-        because *first_hole* does not tell which blocks are present after the first hole. (8,192 blocks and a window of
-        64: at most 254 calls. A recurrent state, w = 1: 8,192 calls.)
+        If a needed block is missing, the next prefix ends before the missing block. A window of w blocks takes at most
+        2 * num_blocks / (w + 1) + 2 calls of *first_hole*: at most 254 calls for 8,192 blocks and a window of 64. A
+        recurrent state (w = 1) can take one call for each block.
         """
         while num_blocks:
             hole = first_hole(self.first_needed(num_blocks * self.block_size), num_blocks)
@@ -103,7 +108,7 @@ class ChunkedLocal(_Windowed):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState(_Windowed):
-    """A state space layer, which needs only the state after the last block. There is no state inside a block."""
+    """A state space layer, which needs only the state after the last block. States exist only at the ends of blocks."""
 
     resumes_inside: ClassVar[bool] = False
     block_size: int
@@ -113,12 +118,18 @@ class RecurrentState(_Windowed):
 
 
 def alignment(groups: Iterable[AttentionGroup]) -> int:
-    """Return the unit of hits in tokens: at every multiple of it, and only there, blocks of all *groups* end."""
+    """Return the least common multiple of the block sizes, in tokens.
+
+    Blocks of all *groups* end together only at multiples of this number, so every hit has such a length.
+    """
     return lcm(*(group.block_size for group in groups))
 
 
 def name_block_size(groups: Iterable[AttentionGroup]) -> int:
-    """Return the number of tokens per name, chosen so that every block of *groups* ends where a name ends."""
+    """Return the number of tokens that one block name covers: the greatest common divisor of the block sizes.
+
+    So every block of each group ends where the tokens of a name end.
+    """
     return gcd(*(group.block_size for group in groups))
 
 
@@ -130,11 +141,11 @@ def longest_hit(
 ) -> int:
     """Return the maximum number of tokens, up to *num_tokens*, after which a request can resume in all *groups*.
 
-    The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` of a group, in blocks
-    of its own size; it must have no side effects. If *group_ids* is given, only these groups are considered.
+    The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` function of a group,
+    and must have no side effects. If *group_ids* is given, only these groups are considered.
 
-    Groups that never forget are evaluated once. The other groups are evaluated in turn, each of which may only shorten
-    the result, until all of them have accepted the same result.
+    Groups whose tokens read all blocks are evaluated once. The other groups are evaluated in turn until they all accept
+    the same result. Each evaluation can only shorten the result.
     """
 
     def longest(group_id: int, num_tokens: int) -> int:
@@ -165,9 +176,9 @@ def longest_single(
 ) -> int:
     """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
 
-    The result is aligned like that of `longest_hit`. If it is longer than that, it is the length of a *junction*: a
-    prefix that is requested a second time, although some groups have not kept the blocks that are needed to resume
-    after it. These blocks are worth naming now.
+    The result is a multiple of `alignment`. A result longer than `longest_hit` is called a *junction*: the prefix was
+    requested before, but some groups have not kept the blocks that are needed to resume after it. These blocks are
+    worth naming now, so that the next request finds them.
     """
     lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
     alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]

@@ -1,6 +1,6 @@
-"""Tenants of blocks, and NamedBlocks: block names with what a tier needs to store the blocks.
+"""Tenants of blocks, and `NamedBlocks`: what a tier needs to know of blocks in order to store them.
 
-A tier needs each block's tenant and its parent, the block that it continues.
+A tier needs the name, the tenant and the parent of each block. The parent is the block before it in the prompt.
 """
 
 import hashlib
@@ -21,9 +21,10 @@ OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """Return the tenant of requests with *cache_salt*: 8 bytes that do not reveal the salt; NO_TENANT without a salt.
+    """Return the tenant of requests with *cache_salt*, or NO_TENANT if there is no salt.
 
-    A tenant may use many salts: the tenant's own salt, alone or followed by a NUL and any suffix.
+    The tenant is an 8-byte hash that does not reveal the salt. Salts that are equal up to the first NUL have the same
+    tenant, so a tenant may use many salts.
     """
     if not cache_salt:
         return NO_TENANT
@@ -36,15 +37,15 @@ def number_of(tenant: bytes) -> int:
 
 
 def tenant_with(number: int) -> bytes:
-    """Return the tenant with this number: the inverse of `number_of`."""
+    """Return the tenant whose `number_of` is *number*."""
     return number.to_bytes(TENANT_BYTES, "little") if number else NO_TENANT
 
 
 class Origin(NamedTuple):
     """The parent and the tenant of a block.
 
-    *parent* is the name of the block that the block continues. The parent must stay on disk as long as the block does.
-    *parent* is None if the block is useful without its parent.
+    *parent* is the name of the previous block in the prompt. The parent must stay on disk as long as the block, which
+    is useless without the parent. *parent* is None if the block is useful on its own.
     """
 
     parent: BlockName | None = None
@@ -53,9 +54,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NamedBlocks:
-    """Names of blocks of one tenant, with the name of each block's parent, the block that it continues.
+    """Names of blocks of one tenant, and the names of their parents.
 
-    A parent is None if the block is useful without it.
+    The parent of a block is the previous block in the prompt. It is None for the first block, and for a block that is
+    useful without its parent.
     """
 
     names: Sequence[BlockName]
@@ -67,17 +69,14 @@ class NamedBlocks:
         return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
 
     def of(self, group: BlockGroup, places: range) -> "NamedBlocks":
-        """Return the blocks at *places* for use in *group*.
-
-        They have no parents if the group forgets: if its tokens read only recent blocks, as in a sliding window.
-        """
+        """Return the blocks at the indices *places*, without parents if *group* forgets (`BlockGroup.forgets`)."""
         names = self.names[places.start : places.stop]
         parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
         return NamedBlocks(names, parents, self.tenant)
 
 
 def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName]:
-    """Return the names of the chain's blocks *ids*."""
+    """Return the names of the blocks *ids* of a prompt, counted in blocks of *group*."""
     if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:  # consecutive
         return chain.names_of(group.block_size, range(int(ids[0]), int(ids[-1]) + 1))
     step = group.block_size // chain.block_size
@@ -85,7 +84,10 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 
 
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
-    """Return the chain's blocks *ids*, without parents if *group* forgets (`BlockGroup.forgets`)."""
+    """Return the blocks *ids* of a prompt, counted in blocks of *group*.
+
+    They have no parents if *group* forgets (`BlockGroup.forgets`).
+    """
     parents: Sequence[BlockName | None] = [None] * len(ids)
     if not group.forgets:
         before = ids[ids > 0] - 1

@@ -12,5 +12,5 @@ def check_text(what: str, text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not valid Unicode: half a surrogate pair at character {error.start}; remove it"
+            f"{what} is not valid Unicode: it has half of a surrogate pair at character {error.start}; remove it"
         ) from None

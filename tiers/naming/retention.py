@@ -1,6 +1,7 @@
-"""Retention: the choice of blocks to name, so that later prompts can find them, in groups that forget.
+"""Retention: the choice of blocks to name, so that later prompts can find them.
 
-A group forgets if its tokens read only recent blocks, as with a sliding window or a recurrent state.
+There is a choice only in groups that forget: their tokens read only recent blocks, as with a sliding window or a
+recurrent state.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A policy that names either every block, or only the *tails* of some prefixes.
+    """A policy that chooses which blocks get a name, so that later prompts can find them.
 
-    In groups that never forget, and in all groups if *interval_tokens* is None, every block is named. Otherwise only
-    tails are. The tail of a prefix consists of the blocks needed to resume after it. The caller gives some of the
-    prefixes: the end of a prompt, and junctions (see `longest_single`). The others are the prefixes whose length is a
-    multiple of *interval_tokens*; 0 adds none.
+    Every block is named in groups that never forget (`AttentionGroup.forgets`), and in all groups if *interval_tokens*
+    is None. Otherwise only the *tails* of some prefixes are named: the blocks that are needed to resume after the
+    prefix. These prefixes end at the *boundaries* that the caller passes to `kept`, and at multiples of
+    *interval_tokens* (0: none).
     """
 
     groups: Sequence[AttentionGroup]
@@ -30,20 +31,23 @@ class Retention:
         if self.interval_tokens < 0 or self.interval_tokens % unit:
             raise ValueError(
                 f"retention: an interval of {self.interval_tokens} tokens is not a multiple of {unit}, "
-                f"where blocks of all groups end; try {max(1, round(self.interval_tokens / unit)) * unit}"
+                f"the least common multiple of the block sizes; try {max(1, round(self.interval_tokens / unit)) * unit}"
             )
         if not any(group.forgets for group in self.groups):
             raise ValueError(
-                f"retention: an interval of {self.interval_tokens} tokens has no effect, because no group forgets; "
-                "remove it"
+                f"retention: an interval of {self.interval_tokens} tokens has no effect, because no group forgets: "
+                "every layer attends to all tokens; remove it"
             )
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
         """Return which of *group*'s blocks *start_block* to *end_block* - 1 to name, as ascending, disjoint ranges.
 
-        *boundaries* are token positions at or shortly before which later prompts are expected to resume: junctions, and
-        the prompt's length minus one, because the last token is always computed. The result includes blocks of tails
-        that end beyond *end_block*, so that a prompt can be named in pieces.
+        *boundaries* are the token positions at which later prompts are expected to resume: junctions (see
+        `longest_single`), and the prompt's length minus one, because the last token is always computed. Each position
+        is rounded down to a multiple of `alignment`.
+
+        The result includes blocks that are needed to resume at a position after *end_block*, so that a prompt can be
+        named in pieces.
         """
         if self.interval_tokens is None or not group.forgets:
             return [range(start_block, end_block)] if start_block < end_block else []

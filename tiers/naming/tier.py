@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """The tiers, warmest first."""
+    """The tiers of the cache, from the warmest (fastest) to the coldest."""
 
     DEVICE = "device"
     HOST = "host"
@@ -42,7 +42,7 @@ class Reason(StrEnum):
 
 
 class EvictionCause(StrEnum):
-    """The reason why a tier evicted a block. Only an eviction for `ROOM` would not happen in a larger tier."""
+    """The reason why a tier evicted a block. A larger tier would avoid only the evictions for `ROOM`."""
 
     ROOM = "room"  # newer blocks needed its slot
     QUOTA = "quota"  # its tenant exceeded its quota

@@ -1,4 +1,4 @@
-"""Recency: a sample of blocks, ordered by last use."""
+"""Recency: a sample of blocks in the order of their last use, which estimates reuse distances."""
 
 import heapq
 from bisect import bisect_left, bisect_right
@@ -14,15 +14,15 @@ HASHES = 1 << 64
 
 
 class Recency:
-    """A spatially hashed sample of blocks in LRU order (SHARDS, Waldspurger et al., FAST 2015).
+    """A sample of blocks in LRU order, which estimates reuse distances (SHARDS, Waldspurger et al., FAST 2015).
 
-    A block is in the sample if the first 64 bits of its name are below a bound, so the same blocks are sampled each
-    time. The sample has at most *max_blocks* blocks: beyond that, the bound is lowered and the blocks above it are
+    A block is in the sample if the first 64 bits of its name are below a bound, so either all uses of a block are
+    sampled or none. If the sample exceeds *max_blocks* blocks, the bound is lowered, and the blocks above it are
     dropped. Distances are in bytes of all blocks, not only of sampled ones.
     """
 
     def __init__(self, max_blocks: int, rate: float) -> None:
-        """Create an empty sample that starts with the share *rate* of all blocks."""
+        """Create an empty sample, which at first takes the fraction *rate* of all blocks."""
         self._max_blocks = max_blocks
         self._bound = min(HASHES - 1, int(HASHES * rate))
         self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash to stamp and block size, oldest first
@@ -32,12 +32,12 @@ class Recency:
 
     @property
     def rate(self) -> float:
-        """Share of all blocks that are sampled."""
+        """Fraction of all blocks that are sampled."""
         return self._bound / HASHES
 
     @property
     def num_bytes(self) -> float:
-        """Estimated bytes of blocks used since the last use of the oldest sampled block."""
+        """Estimated bytes of all blocks, sampled or not, used since the last use of the oldest sampled block."""
         return sum(len(stamps) * size for size, stamps in self._stamps.items()) / self.rate
 
     def __len__(self) -> int:
@@ -51,9 +51,10 @@ class Recency:
         return hashes[hashes <= self._bound]
 
     def distances(self, hashes: npt.NDArray[np.uint64]) -> list[float]:
-        """Return the reuse distance of each block that was used before.
+        """Return the reuse distance of each of these blocks that was used before.
 
-        The distance is the number of bytes of all blocks used since then, including the block itself.
+        The distance is the number of bytes of all blocks used since the last use of the block, including the block
+        itself.
         """
         found = [used for used in map(self._used.get, hashes.tolist()) if used is not None]
         rate = self.rate
@@ -65,7 +66,7 @@ class Recency:
     def use(self, hashes: npt.NDArray[np.uint64], block_bytes: int) -> None:
         """Record that these blocks, each of *block_bytes* bytes, were used now.
 
-        The first block counts as the most recent one, because a prefix is evicted tail first.
+        The first block counts as the most recent one, because a prefix is evicted from its end.
         """
         stamps = self._stamps.setdefault(block_bytes, [])
         for hashed in reversed(hashes.tolist()):

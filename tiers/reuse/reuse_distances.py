@@ -17,7 +17,7 @@ NUM_BUCKETS = 52 * STEPS  # up to 4 PiB
 
 
 class Fading:
-    """*num_counts* counts that decay exponentially with the half-life *half_life_s*. All start at 0."""
+    """Counters that decay exponentially with the half-life *half_life_s*. All *num_counts* counters start at 0."""
 
     def __init__(self, num_counts: int, half_life_s: float, clock: Callable[[], float]) -> None:
         self._counts = np.zeros(num_counts)
@@ -26,7 +26,7 @@ class Fading:
         self._counted_at = clock()
 
     def now(self) -> npt.NDArray[np.float64]:
-        """Return the current counts, [num_counts], to read or to add to before the next call."""
+        """Return the current counts, [num_counts]. The caller may add to them in place until the next call."""
         now = self._clock()
         if now != self._counted_at:
             self._counts *= 0.5 ** ((now - self._counted_at) / self._half_life_s)
@@ -35,9 +35,10 @@ class Fading:
 
 
 class Prompt(NamedTuple):
-    """The full blocks of a prompt: the first *num_names* of *names*, a list that may grow later.
+    """Blocks that are still to be counted: the first *num_names* of *names*, a list that may grow later.
 
-    *block_tokens* and *block_bytes* are the size of a block. *block_tokens* is 0 if no request asked for the blocks.
+    *block_tokens* and *block_bytes* are the size of a block. *block_tokens* is 0 for blocks of generated tokens, which
+    no prompt asked for.
     """
 
     names: Sequence[BlockName]
@@ -50,8 +51,8 @@ class ReuseDistances:
     """A decaying histogram of reuse distances, estimated from a sample of blocks. Owned by one thread.
 
     The reuse distance of a block is the number of bytes of blocks used between two uses of it. An LRU cache hits a
-    block if and only if the block's reuse distance is less than the size of the cache. The histogram counts the tokens
-    of the blocks.
+    block if and only if the block's reuse distance is less than the size of the cache. The histogram counts tokens, not
+    blocks.
     """
 
     def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
@@ -61,18 +62,21 @@ class ReuseDistances:
         self._num_pending = 0
 
     def on_prompt(self, names: Sequence[BlockName], block_tokens: int, block_bytes: int) -> None:
-        """Record the blocks that a prompt asked for. The list *names* is kept for a while and may only grow."""
+        """Record the blocks that a prompt asked for.
+
+        The list *names* is read later too, so the caller may only append to it.
+        """
         self._pend(Prompt(names, len(names), block_tokens, block_bytes))
 
     def on_generated(self, names: Sequence[BlockName], block_bytes: int) -> None:
-        """Record blocks of generated tokens, which were used but not asked for."""
+        """Record blocks of generated tokens. They take space in a cache, but count neither as hits nor as misses."""
         self._pend(Prompt(names, len(names), 0, block_bytes))
 
     def tokens_within(self, sizes: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return how many recent tokens LRU caches of these sizes in bytes would have hit.
+        """Return for each of *sizes*, in bytes, how many recent tokens an LRU cache of that size would have hit.
 
-        Use only differences of the results: the sample may contain too many or too few of the most frequent blocks,
-        which shifts all results alike. Blocks whose distance exceeds the maximum size are dropped.
+        Use only differences between the results: the sample may contain too many or too few of the most frequent
+        blocks, which shifts all results alike. Blocks whose distance exceeds the largest size are dropped.
         """
         self._take_in()
         self._recency.forget_beyond(max(sizes))
@@ -107,6 +111,6 @@ class ReuseDistances:
 
 
 def _places(num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the positions of these distances in the logarithmic buckets."""
+    """Return the position of each distance on the logarithmic scale of the buckets."""
     places: npt.NDArray[np.float64] = np.clip(np.log2(np.maximum(num_bytes, 1.0)) * STEPS, 0, NUM_BUCKETS - 1)
     return places

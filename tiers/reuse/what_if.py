@@ -18,11 +18,11 @@ HitRatios: TypeAlias = Mapping[Tier, Mapping[float, float]]
 
 
 class WhatIf:
-    """Estimates hit ratios for other tier sizes from each prompt's blocks and the tiers that its tokens came from.
+    """An estimate of the hit ratios that the tiers would have at other sizes.
 
-    At a tier's present size the hit ratio is the observed one. At another size it is the observed one plus a
-    difference, which is computed from the reuse distances (`ReuseDistances`). For this, a tier counts as an LRU cache
-    of its own capacity plus the bytes of the blocks in warmer tiers that have no copy below. Owned by one thread.
+    At its present size, a tier has the observed hit ratio. For another size, a difference is added, which is computed
+    from the reuse distances (`ReuseDistances`). The computation treats a tier as an LRU cache. Its size is the capacity
+    of the tier, plus the bytes of blocks in warmer tiers that have no copy below. Owned by one thread.
     """
 
     def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:
@@ -30,20 +30,23 @@ class WhatIf:
         self._seen = Fading(len(_TIERS) + 1, half_life_s, clock)  # tokens by tier, then the total of all prompts
 
     def on_prompt(self, names: Sequence[BlockName], block_tokens: int, block_bytes: int, tokens: TokenBalance) -> None:
-        """Count a prompt whose full blocks have these *names*. The list is kept for a while and may only grow.
+        """Count a prompt whose full blocks have these *names*.
 
-        *block_bytes* is the size of a block of *block_tokens* tokens in all attention groups together. *tokens* says
-        which tiers the prompt's tokens came from.
+        Args:
+            names: Read later too, so the caller may only append to this list.
+            block_tokens: Number of tokens in a block.
+            block_bytes: Size of a block in all attention groups together.
+            tokens: How many of the prompt's tokens came from each tier.
         """
         self._distances.on_prompt(names, block_tokens, block_bytes)
         self._seen.now()[:] += [*(getattr(tokens, tier) for tier in _TIERS), tokens.num_tokens]
 
     def on_generated(self, names: Sequence[BlockName], block_bytes: int) -> None:
-        """Record blocks of generated tokens, which were used but not asked for."""
+        """Record blocks of generated tokens. They take space in a cache, but count neither as hits nor as misses."""
         self._distances.on_generated(names, block_bytes)
 
     def hit_ratios(self, tiers: Mapping[Tier, TierStatistics]) -> HitRatios:
-        """Return the hit ratio for each tier and each of `SIZES`; empty before the first prompt."""
+        """Return the hit ratio of each tier at each multiple of its size in `SIZES`; empty before the first prompt."""
         seen = self._seen.now()
         num_tokens = float(seen[-1])
         if not num_tokens:
@@ -67,13 +70,13 @@ class WhatIf:
 
 
 def _unlike_above(tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
-    """Return the bytes of blocks in tiers warmer than *tier* that have no copy below."""
+    """Return the bytes of blocks in tiers warmer than *tier* that have no copy in a lower tier."""
     above = [tiers[each] for each in _TIERS[: _TIERS.index(tier)] if each in tiers]
     return sum(each.num_dirty * _block_bytes(each) for each in above)
 
 
 def _holds(tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
-    """Return the tier's capacity in bytes of uncompressed blocks, because blocks on disk may be compressed."""
+    """Return how many bytes of uncompressed blocks fit into the tier. On disk, blocks may be compressed."""
     plain = next((num_bytes for each in _TIERS if each in tiers and (num_bytes := _block_bytes(tiers[each]))), 0.0)
     own = _block_bytes(tiers[tier])
     return tiers[tier].capacity_bytes * (plain / own if own else 1.0)

@@ -1,1 +1,1 @@
-"""Promotion: copies of a hit's blocks from the lower tiers to the device."""
+"""Promotion: loading the blocks of a hit (a cached prefix) from the lower tiers to the device."""

@@ -1,4 +1,4 @@
-"""Backlogs: blocks that promotions still need and whose copies have not been started."""
+"""Backlogs: the blocks that promotions need, and whose copies to the device have not been started."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,15 @@ Source = tuple[Fetch, int, Tier]
 
 
 class Backlog:
-    """The queued blocks of one promotion in one attention group, and the fetch that leases those in host memory."""
+    """The queued blocks of one promotion in one attention group, with leases on those in host memory."""
 
     def __init__(
         self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds, remote: BlockIds
     ) -> None:
-        """Create a backlog of the blocks *ids*, ascending.
+        """Create a backlog of the blocks *ids*, in ascending order.
 
-        *fetch* leases the blocks *fetched* in host memory. The blocks *remote* are only in the remote tier, and the
-        other blocks are on disk.
+        *fetch* leases the blocks *fetched* in host memory. The blocks *remote* are only in the remote tier. All other
+        blocks are on disk.
         """
         num_blocks = int(ids[-1]) + 1 if len(ids) else 0
         self.group = group
@@ -43,11 +43,11 @@ class Backlog:
 
     @property
     def blocks(self) -> BlockIds:
-        """Ascending ids of the blocks that are left."""
+        """Ids of the blocks that are still queued, in ascending order."""
         return np.flatnonzero(self._is_left)
 
     def has(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return for each of the blocks whether it is left."""
+        """Return for each of these blocks whether it is still queued."""
         found = np.zeros(len(ids), np.bool_)
         known = ids < len(self._is_left)
         found[known] = self._is_left[ids[known]]
@@ -55,16 +55,16 @@ class Backlog:
 
     @property
     def num_fetched(self) -> int:
-        """Number of remaining blocks that were found in host memory."""
+        """Number of queued blocks that were found in host memory."""
         return int(np.count_nonzero(self._places[self._is_left] != NO_PLACE))
 
     @property
     def num_remote(self) -> int:
-        """Number of remaining blocks that were found only in the remote tier."""
+        """Number of queued blocks that were found only in the remote tier."""
         return int(np.count_nonzero(self._is_left & self.is_remote))
 
     def sources(self, ids: BlockIds) -> list[Source | None]:
-        """Return the source of each of these blocks; None for a block that the fetch does not lease."""
+        """Return for each block the lease on it in host memory (`Source`); None if the block is not leased."""
         fetch = self._fetch
         if fetch is None:
             return [None] * len(ids)
@@ -74,27 +74,30 @@ class Backlog:
         ]
 
     def release(self, ids: BlockIds) -> None:
-        """Release the leases on these blocks, the prefix's tail first."""
+        """Release the leases on these blocks in host memory, the end of the prefix first."""
         places = self._places[ids]
         fetched = places[places != NO_PLACE]
         if self._fetch is not None and len(fetched):
             self._fetch.release(fetched[::-1])
 
     def remove(self, ids: BlockIds) -> None:
-        """Remove these blocks. The caller becomes the owner of their leases."""
+        """Remove these blocks from the queue. Their leases then belong to the caller."""
         self._is_left[ids] = False
         self.num_left -= len(ids)
 
 
 class Backlogs:
-    """The backlogs of all promotions, in the order in which the promotions began. Owned by the cache's thread.
+    """The backlogs of all promotions, in the order in which the promotions began.
 
-    One device slot is reserved for each block (`BlockPool.reserve`), no matter how many promotions want the block. A
-    block is either in flight or in backlogs, never both.
+    One device slot is reserved for each queued block (`BlockPool.reserve`), no matter how many promotions want the
+    block. A queued block is never in flight. Owned by the cache's thread.
     """
 
     def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
-        """Create an empty set. *on_fetched* is called with the outcome of each fetch; see `LowerTiers.fetch`."""
+        """Create an empty set of backlogs.
+
+        *on_fetched* is called with the outcome of each fetch; see `LowerTiers.fetch`.
+        """
         self._groups = groups
         self._lower = lower
         self._on_fetched = on_fetched
@@ -107,13 +110,13 @@ class Backlogs:
         return iter(list(self._backlogs))
 
     def add(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Reserve device slots for *blocks* of the promotion, by group, and lease those that are in host memory.
+        """Queue *blocks* of a promotion: reserve device slots, and lease the blocks that are in host memory.
 
-        *below* has the places of the blocks in the lower tiers.
+        *blocks* has the block ids for each attention group, and *below* the places of these blocks in the lower tiers.
         """
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
-            is_new = ~self.are_in_flight(promotion.chain, group, ids)
+            is_new = ~self.are_queued(promotion.chain, group, ids)
             group.pool.reserve(int(np.count_nonzero(is_new)))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
@@ -124,8 +127,8 @@ class Backlogs:
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
 
-    def are_in_flight(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return for each of the chain's blocks *ids* whether it is in any backlog."""
+    def are_queued(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return for each of the blocks *ids* of the prompt *chain* whether any backlog contains it."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
             if shared := _num_shared(chain, promotion.chain, group):
@@ -133,18 +136,20 @@ class Backlogs:
         return found
 
     def first(self, promotion: Promotion, limit: int) -> tuple[GroupTiers, BlockIds]:
-        """Return the first group in which the promotion has blocks left, and up to *limit* of these blocks."""
+        """Return the first group in which the promotion has queued blocks, and up to *limit* of these blocks."""
         backlog = next(backlog for backlog in self._backlogs[promotion] if backlog.num_left)
         return backlog.group, backlog.blocks[:limit]
 
     def take(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> tuple[list[Source], list[tuple[Promotion, npt.NDArray[np.bool_]]]]:
-        """Remove these blocks of a promotion from all backlogs, fetch the missing ones, and end the reservations.
+        """Remove these blocks from all backlogs, so that the caller can copy them to the device.
+
+        Also starts to fetch the blocks that are not in host memory, and ends the reservations of device slots.
 
         Returns:
-            The sources of the blocks, leased for the caller, and the promotions that wanted them, each with a mask of
-            the blocks that it wanted.
+            The source of each block, leased for the caller. Then the promotions that wanted some of the blocks, each
+            with a mask of the blocks that it wanted.
         """
         backlog = self._backlogs[promotion][group.id]
         found = backlog.sources(ids)
@@ -160,16 +165,16 @@ class Backlogs:
     def discard(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
-        """Remove these blocks, which are on the device, from all backlogs, and release their leases in host memory.
+        """Remove these blocks from all backlogs, because they are already on the device, and release their leases.
 
         Returns:
-            The promotions that wanted the blocks, each with a mask of the blocks that it wanted.
+            The promotions that wanted some of the blocks, each with a mask of the blocks that it wanted.
         """
         self._backlogs[promotion][group.id].release(ids)
         return self._leave(promotion, group, ids)
 
     def drop(self, promotion: Promotion, num_tokens: int = 0) -> bool:
-        """Remove a promotion's blocks after its first *num_tokens* tokens, and return whether there were any."""
+        """Remove a promotion's queued blocks after its first *num_tokens* tokens; return whether there were any."""
         any_dropped = False
         for backlog in self._backlogs.get(promotion, ()):
             group, ids = backlog.group, backlog.blocks
@@ -178,17 +183,17 @@ class Backlogs:
                 any_dropped = True
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
-                is_unwanted = ~self.are_in_flight(promotion.chain, group, ids)
+                is_unwanted = ~self.are_queued(promotion.chain, group, ids)
                 group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
         return any_dropped
 
     def num_left(self, promotion: Promotion) -> list[int]:
-        """Return the number of remaining blocks of a promotion, by group."""
+        """Return the number of a promotion's queued blocks for each attention group."""
         backlogs = self._backlogs.get(promotion)
         return [0 for _ in self._groups] if backlogs is None else [backlog.num_left for backlog in backlogs]
 
     def num_queued(self, group: GroupTiers) -> dict[Route, int]:
-        """Return how many blocks of the group each route has to move for all backlogs."""
+        """Return for each route (pair of tiers) how many of the group's queued blocks it has to copy."""
         backlogs = [backlogs[group.id] for backlogs in self._backlogs.values()]
         num_copied = sum(backlog.num_left for backlog in backlogs)
         num_remote = sum(backlog.num_remote for backlog in backlogs)
@@ -219,9 +224,10 @@ class Backlogs:
     def _leave(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
-        """Remove blocks of a promotion from all backlogs, end their reservations, and return what `take` says of them.
+        """Remove blocks of *promotion* from all backlogs, and end their reservations of device slots.
 
-        The leases of the other promotions end. Those of *promotion* stay, for the caller.
+        The leases of other promotions are released. Those of *promotion* then belong to the caller. Returns the
+        promotions that wanted the blocks, as `take` does.
         """
         wanted = []
         for other, backlogs in list(self._backlogs.items()):
@@ -238,9 +244,9 @@ class Backlogs:
 
 
 def _num_shared(one: BlockChain, other: BlockChain, group: GroupTiers) -> int:
-    """Return how many of the group's first blocks two chains have in common.
+    """Return how many of the group's blocks are the same at the beginning of both prompts.
 
-    A binary search finds the first name that differs, because after a difference all later names differ too.
+    Names of blocks depend on all tokens before them, so a binary search finds the first name that differs.
     """
     num_names = min(len(one.names), len(other.names))
     if one is not other:

@@ -15,9 +15,9 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 
 class HitPlans:
-    """Shortens hits to the part that a request should load. Has no side effects except the planner's counts.
+    """Plans for hits: each plan shortens a hit to the part that is faster to load than to recompute.
 
-    Owned by the cache's thread.
+    No method has side effects, except that `plan_load` counts the plans. Owned by the cache's thread.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class HitPlans:
         transfers: TransferEngine,
         planner: LoadPlanner | None,
     ) -> None:
-        """Plan with *planner*. If it is None, every hit is worth loading as a whole."""
+        """Create plans that follow *planner*. If it is None, every hit is loaded as a whole."""
         self._groups = groups
         self._hits = hits
         self._lower = lower
@@ -37,11 +37,15 @@ class HitPlans:
         self._alignment = alignment([group.attention for group in groups])
 
     def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
-        """Shorten the hit to the part that is faster to load than to recompute, for a prompt of *num_tokens* tokens.
+        """Shorten the hit to the part that is faster to load than to recompute. Has no side effects.
 
-        *busy_s* is how long the device will first compute for other requests. The result may be a split hit, of which a
-        promotion loads only the blocks from `Hit.start` on. Meanwhile the request starts with the part that is
-        `on_device`, and computes from there to `Hit.start`. Has no side effects.
+        The result may be a split hit. Then a promotion loads only the blocks after the first `Hit.start` tokens. In the
+        meantime, the request computes those tokens, except for the part that is `on_device`.
+
+        Args:
+            hit: Hit to shorten.
+            num_tokens: Number of tokens in the prompt.
+            busy_s: Seconds for which the device first computes for other requests.
         """
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
 
@@ -50,7 +54,7 @@ class HitPlans:
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.choose)
 
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
-        """Return the seconds to load the whole hit after the loads that are queued.
+        """Return the seconds until the whole hit is loaded, including the loads that are queued before it.
 
         Returns None while the speed of a required lane (the queue of copies between two tiers) is unknown.
         """
@@ -65,7 +69,7 @@ class HitPlans:
         return replace(self._hits.shorter(hit, limit), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
     def limit_hit(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
-        """Shorten the hit to the first *num_tokens* tokens; the rest of it is computed for *reason*."""
+        """Shorten the hit to the first *num_tokens* tokens, and record *reason* for computing the rest."""
         num_found = hit.num_tokens + (0 if hit.partial is None else hit.partial.num_tokens)
         if num_found <= num_tokens:
             return hit
@@ -73,15 +77,18 @@ class HitPlans:
         return replace(shorter, partial=None, misses=hit.misses.cut(num_found, reason))
 
     def on_device(self, hit: Hit) -> Hit:
-        """Shorten the hit to the part that is on the device, which can be promoted at once."""
+        """Shorten the hit to the part that is on the device, and so need not be loaded."""
         return self._hits.on_device(hit)
 
     def computed(self, hit: Hit) -> range:
-        """Return the chain's blocks that the request of a split hit computes although they are cached."""
+        """Return the blocks that the request of a split hit computes although they are cached.
+
+        The result is a range of indices of the chain's names.
+        """
         return self._hits.computed(hit)
 
     def num_leased(self, hit: Hit) -> list[int]:
-        """Return by group how many of the hit's blocks are in device slots that are already leased."""
+        """Return for each group how many of the hit's blocks are in device slots that are already leased."""
         slots = self._hits.device_slots(hit)
         return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._groups, slots, strict=True)]
 
@@ -92,7 +99,7 @@ class HitPlans:
         busy_s: float,
         choose: Callable[[Demand, int, float, LoadSpeeds], LoadPlan],
     ) -> Hit:
-        """Shorten or split the hit according to the plan that *choose*, a method of the planner, returns."""
+        """Shorten or split the hit as the planner decides. *choose* is the method of the planner to call."""
         demand = self._hits.demand(hit, self._alignment)
         if demand is None:
             return hit

@@ -24,7 +24,10 @@ _MIN_GAIN = 0.1  # minimum relative gain in time to first token for which a hit 
 
 
 class LoadPlan(NamedTuple):
-    """A plan for a hit: load tokens *start* to *end* - 1, and compute the tokens before *start* at the same time."""
+    """A plan for a hit: load tokens *start* to *end* - 1, and meanwhile compute the tokens before *start*.
+
+    The tokens from *end* on are computed afterwards.
+    """
 
     start: int
     end: int
@@ -35,7 +38,10 @@ LoadSpeeds = Mapping[Route, LaneSpeed]
 
 
 class Moves(NamedTuple):
-    """Bytes that one route has to move for each prefix of a hit, and the bytes already queued on the route."""
+    """The bytes that one route (pair of tiers) has to copy to load a hit, for each prefix of the hit.
+
+    *queued_bytes* are the bytes of earlier loads, which are copied first.
+    """
 
     num_bytes: npt.NDArray[np.float64]  # [num_prefixes]
     queued_bytes: int
@@ -43,28 +49,34 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The bytes that must be moved to load each prefix of a hit. For the first prefix, nothing must be moved."""
+    """The bytes that must be copied to load a hit, for each prefix to which the hit could be shortened.
+
+    The first prefix needs no copies.
+    """
 
     ends: npt.NDArray[np.float64]  # [num_prefixes] lengths in tokens, ascending
     moves: Mapping[Route, Moves]
 
 
 class LoadPlanner:
-    """Chooses the prefix to load that minimises a request's time to first token.
+    """A planner that decides how much of a hit to load, so that the time to first token is minimal.
 
-    Hits are loaded in full until the prefill speed is known, and a lane of unknown speed counts as infinitely fast. The
-    planner assumes that a request loads while the device computes for earlier requests. It takes the bytes queued on a
-    lane into account, so a disk that is too slow for all requests serves some of them. Owned by the engine's thread.
+    Hits are loaded in full until the prefill speed is known. A lane (the queue of copies between two tiers) of unknown
+    speed counts as infinitely fast. The planner assumes that a request loads while the device computes for earlier
+    requests.
+
+    Bytes that are already queued on a lane add to the load time. So if a disk is too slow for all requests, some
+    requests still load from it, and the others recompute. Owned by the engine's thread.
     """
 
     def __init__(
         self, prefill: PrefillSpeed, chunk: int, clock: Callable[[], float], with_splits: bool = False
     ) -> None:
-        """Create a planner for steps that compute up to *chunk* tokens of a prompt.
+        """Create a planner for an engine whose steps compute up to *chunk* tokens of a prompt.
 
-        *with_splits* says whether a hit may be split: its front is computed while the rest is loaded. It must be False
-        if a group forgets (sliding window, recurrent state), because such a group needs the same blocks at the hit's
-        end, no matter how much of the front is computed.
+        *with_splits* says whether a hit may be split: its beginning is computed while the rest is loaded. It must be
+        False if a group forgets (sliding window, recurrent state). Such a group needs the same blocks at the end of the
+        hit, no matter how much of the beginning is computed.
         """
         self.prefill = prefill
         self.num_plans: Counter[str] = Counter()  # by outcome: all, split, part, nothing
@@ -80,7 +92,10 @@ class LoadPlanner:
         return plan
 
     def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> LoadPlan:
-        """Return the best plan for a prompt of *num_tokens* tokens after *busy_s* seconds of earlier compute."""
+        """Return the plan with the shortest time to first token for a prompt of *num_tokens* tokens.
+
+        The device first computes for earlier requests for *busy_s* seconds.
+        """
         if not self.prefill.is_known:
             return LoadPlan(0, int(demand.ends[-1]))
         loads = self._load_seconds(demand, speeds)
@@ -102,7 +117,10 @@ class LoadPlanner:
         return PlanStatistics(dict(self.num_plans), _FIRST_TOKENS / seconds if seconds else None)
 
     def compute_seconds(self, depth: int, num_tokens: int) -> float:
-        """Return the seconds to compute *num_tokens* tokens after the first *depth*; 0 if the speed is not known."""
+        """Return the seconds to compute *num_tokens* tokens after a prefix of *depth* tokens.
+
+        Returns 0 while the prefill speed is unknown.
+        """
         return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
 
     def load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> float | None:
@@ -112,16 +130,16 @@ class LoadPlanner:
         return float(self._load_seconds(demand, speeds)[-1])
 
     def _load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> npt.NDArray[np.float64]:
-        """Return the seconds to load each prefix after the queued bytes. All lanes work at the same time."""
+        """Return the seconds to load each prefix, after the queued bytes. The lanes copy at the same time."""
         seconds = np.zeros(len(demand.ends))
         for route, moves in demand.moves.items():
             np.maximum(seconds, self._seconds(speeds[route], moves), out=seconds)
         return seconds
 
     def _seconds(self, speed: LaneSpeed, moves: Moves) -> npt.NDArray[np.float64]:
-        """Return for each prefix the seconds until one lane has moved the queued bytes and then the prefix's bytes.
+        """Return the seconds for one lane to copy the queued bytes and then the bytes of each prefix.
 
-        The result is 0 for prefixes that need nothing from this lane.
+        The result is 0 for a prefix that needs nothing from this lane.
         """
         num_bytes, queued_bytes = moves
         if speed.bytes_per_s is None:
@@ -132,7 +150,7 @@ class LoadPlanner:
 
 
 def _rests(demand: Demand) -> Demand:
-    """Return the demand of the rest of the hit after each prefix."""
+    """Return the bytes to copy if each prefix is computed, and only the rest of the hit is loaded."""
     rests = {route: Moves(num_bytes[-1] - num_bytes, queued) for route, (num_bytes, queued) in demand.moves.items()}
     return Demand(demand.ends, rests)
 

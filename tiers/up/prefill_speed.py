@@ -1,4 +1,4 @@
-"""PrefillSpeed: a model of the prefill time by the number of tokens and their depth in the prompt."""
+"""PrefillSpeed: an estimate of prefill time from the number of tokens and their position in the prompt."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,10 +9,10 @@ _MIN_GAIN = 0.01  # minimum relative improvement for which a fit that is tried l
 
 
 class PrefillSpeed:
-    """A fit of the measured engine steps: seconds of a step = c + a · tokens + b · `tokens_read`.
+    """A model of prefill time, fitted to measured engine steps: seconds = c + a · tokens + b · `tokens_read`.
 
-    The last term is attention, which makes a token late in the prompt more expensive than an early one. The fit is
-    recursive least squares with exponential forgetting and without negative coefficients. Owned by the engine's thread.
+    The last term is the cost of attention, which makes tokens late in the prompt more expensive. The fit is recursive
+    least squares with exponential forgetting and without negative coefficients. Owned by the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,10 @@ class PrefillSpeed:
         return self._num_steps >= _MIN_STEPS
 
     def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
-        """Record that *num_steps* steps with *num_tokens* tokens took *seconds*; *num_read* is their `tokens_read`."""
+        """Record that *num_steps* steps computed *num_tokens* tokens in *seconds* seconds.
+
+        *num_read* is the sum of their `tokens_read`.
+        """
         features = np.array([num_steps, num_tokens, num_read], np.float64)
         weight = 1.0 / max(num_tokens, 1) ** 2  # minimises the error per token, so that long steps do not dominate
         self._products = self._products * _FADING + weight * np.outer(features, features)
@@ -36,15 +39,19 @@ class PrefillSpeed:
         self._fit = None
 
     def seconds(self, depth: int, num_tokens: int, chunk: int) -> float:
-        """Return the seconds to compute *num_tokens* tokens after the first *depth*, in steps of *chunk* tokens."""
+        """Return the seconds to compute *num_tokens* tokens after a prefix of *depth* tokens.
+
+        Each step computes *chunk* tokens.
+        """
         return float(self.seconds_of_rest(np.array([depth], np.float64), depth + num_tokens, chunk)[0])
 
     def seconds_of_rest(
         self, depths: npt.NDArray[np.float64], num_tokens: int | npt.NDArray[np.float64], chunk: int
     ) -> npt.NDArray[np.float64]:
-        """Return the seconds to compute the rest of a prompt of *num_tokens* tokens after each of *depths* tokens.
+        """Return for each of *depths* the seconds to compute the rest of a prompt after that many tokens.
 
-        *num_tokens* may be an array, with a prompt length for each depth. A step computes *chunk* tokens.
+        *num_tokens* is the length of the prompt, or an array with one length for each depth. Each step computes *chunk*
+        tokens.
         """
         if self._fit is None:
             self._fit = _non_negative_fit(self._products, self._with_seconds)
@@ -57,18 +64,18 @@ class PrefillSpeed:
 
 
 def tokens_read(depth: int, num_tokens: int) -> float:
-    """Return how many tokens the *num_tokens* tokens after the first *depth* read in attention, in total."""
+    """Return how many tokens attention reads in total for *num_tokens* tokens after a prefix of *depth* tokens."""
     return num_tokens * (depth + num_tokens / 2)
 
 
 def _non_negative_fit(
     products: npt.NDArray[np.float64], with_seconds: npt.NDArray[np.float64]
 ) -> tuple[float, float, float]:
-    """Return the best fit with non-negative coefficients, some of which may be left out (0).
+    """Return the best fit with non-negative coefficients. Terms that do not improve the fit get 0.
 
-    Among fits of about equal error, the one that attributes more cost to tokens wins. Prompts of a single length cannot
-    separate the cost of a step from the cost of its tokens. If noise attributed all of the cost to steps, tokens would
-    seem free, and would be recomputed although they could be loaded.
+    Among fits with about equal errors, the fit that attributes more cost to tokens is chosen. If all prompts have the
+    same length, the data cannot separate the cost of a step from the cost of its tokens. A fit that attributes all cost
+    to steps would make tokens seem free, so they would be recomputed instead of loaded.
     """
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     best, min_error = np.zeros(3), 0.0

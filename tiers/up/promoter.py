@@ -1,4 +1,4 @@
-"""Promoter: loads the blocks of hits to the device, from leasing the sources to completing the promotion."""
+"""Promoter: runs promotions, which load the blocks of hits to the device."""
 
 from array import array
 from collections import deque
@@ -24,16 +24,17 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
 REFRESH_PART = 64  # blocks refreshed per call
-MAX_WAITING = 1 << 10  # queued refreshes; beyond that the oldest are dropped, which costs only their recency
+MAX_WAITING = 1 << 10  # queued refreshes; beyond that the oldest are dropped, and only their recency is lost
 PART = 48  # blocks started per call, which takes half a millisecond
-MAX_IN_FLIGHT = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, and little to cancel
+MAX_IN_FLIGHT = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, so that little must be cancelled
 
 
 class Hits:
-    """Queries about hits, answered from the hit's own lookup result while no block has moved, else by a new lookup.
+    """Queries about a hit: where its blocks are now, what a promotion needs, and how to shorten the hit.
 
-    A hit with a `start` is *split*: blocks before the start that are not on the device are computed while the blocks
-    after it are loaded. Has no side effects. Owned by the cache's thread.
+    While no block has moved since the lookup, the hit's own lookup result is used. Otherwise the blocks are looked up
+    again. A hit with a `start` is *split*: blocks before the start that are not on the device are computed, while the
+    blocks after the start are loaded. No method has side effects. Owned by the cache's thread.
     """
 
     def __init__(self, residency: Residency, uploads: Uploads, backlogs: Backlogs, transfers: TransferEngine) -> None:
@@ -46,10 +47,7 @@ class Hits:
         self._transfers = transfers
 
     def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """Return by attention group the device slots of the blocks that the hit needs.
-
-        The slot is ABSENT for a block that is not on the device.
-        """
+        """Return for each attention group the device slot of each block that the hit needs, or ABSENT."""
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
         return [
@@ -58,16 +56,17 @@ class Hits:
         ]
 
     def slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
-        """Return `device_slots` without the blocks before the start of a split hit."""
+        """Return `device_slots` without the blocks before `Hit.start`."""
         return [
             found[group.needed(hit.num_tokens, hit.start).start - group.needed(hit.num_tokens).start :]
             for group, found in zip(self._groups, self.device_slots(hit), strict=True)
         ]
 
     def below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """Return by group the places in the lower tiers of *blocks* of the hit, none of which is on the device.
+        """Return for each group where the lower tiers hold *blocks* of the hit. No block may be on the device.
 
-        A block that has left the lower tiers since the lookup is NOWHERE. Callers treat it as a block on disk.
+        The place is NOWHERE for a block that has left the lower tiers since the lookup. Callers treat such a block as
+        one on disk.
         """
         if hit.as_of == self._residency.num_changes:
             return [
@@ -89,11 +88,17 @@ class Hits:
         return self.shorter(replace(hit, start=0), end)
 
     def computed(self, hit: Hit) -> range:
-        """Return the chain's blocks before the start of a split hit that are not on the device."""
+        """Return the blocks that the request of a split hit computes, because they are not on the device.
+
+        The result is a range of indices of the chain's names.
+        """
         return range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size) if hit.start else range(0)
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """Shorten the hit to at most *num_tokens* tokens, without a partial block. A split hit keeps its start."""
+        """Shorten the hit to at most *num_tokens* tokens, but keep the start of a split hit.
+
+        A hit that becomes shorter loses its partial block.
+        """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
@@ -129,7 +134,7 @@ class Hits:
         return replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
 
     def fitting(self, hit: Hit) -> tuple[Hit, list[npt.NDArray[np.int32]]]:
-        """Shorten the hit to the prefix for which the device has slots, and return it with its `slots_from_start`."""
+        """Shorten the hit until the device has enough slots for it; return the hit and its `slots_from_start`."""
         slots = self.slots_from_start(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
             misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
@@ -138,7 +143,10 @@ class Hits:
         return hit, slots
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """Return by group the device slots that hold blocks of the hit, and how many slots promoting it would take."""
+        """Return for each group the device slots of the hit's blocks, and how many more slots a promotion takes.
+
+        Blocks that another promotion is already loading take no further slots.
+        """
         result = []
         for group, found in zip(self._groups, self.device_slots(hit), strict=True):
             absent = absent_blocks(found, group.needed(hit.num_tokens))
@@ -147,10 +155,10 @@ class Hits:
         return result
 
     def demand(self, hit: Hit, step: int) -> Demand | None:
-        """Return the bytes to move for each prefix of the hit, in steps of *step* tokens; None if all is on the device.
+        """Return the bytes to copy for each prefix of the hit, in steps of *step* tokens.
 
-        In a group that forgets (sliding window, recurrent state), every prefix is assumed to need as many blocks as the
-        whole hit.
+        Returns None if all blocks are on the device. In a group that forgets (sliding window, recurrent state), every
+        prefix is assumed to need as many blocks as the whole hit.
         """
         absent = [
             absent_blocks(found, group.needed(hit.num_tokens))
@@ -179,7 +187,7 @@ class Hits:
         )
 
     def _queued_bytes(self) -> dict[Route, int]:
-        """Return the bytes that each route still has to move for promotions that have begun."""
+        """Return for each route (pair of tiers) the bytes that it still has to copy for earlier promotions."""
         lower = self._residency.lower
         queued = {
             Route.DISK_TO_HOST: lower.status.queued_read_bytes(Tier.DISK),
@@ -192,7 +200,7 @@ class Hits:
         return queued
 
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
-        """Return by how many tokens the hit must shrink for the device slots of all groups to suffice; 0 if they do."""
+        """Return by how many tokens the hit must shrink so that each group has enough device slots; 0 if it fits."""
         worst = 0
         for group, found in zip(self._groups, slots, strict=True):
             absent = absent_blocks(found, group.needed(hit.num_tokens, hit.start))
@@ -204,14 +212,14 @@ class Hits:
         return worst
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return for each of these blocks of the hit whether another promotion is loading it."""
-        coming = self._backlogs.are_in_flight(hit.chain, group, ids)
+        """Return for each of the hit's blocks *ids* whether another promotion is already loading it."""
+        coming = self._backlogs.are_queued(hit.chain, group, ids)
         if self._uploads.has_any(group):
             coming |= self._uploads.are_in_flight(group, names_of(hit.chain, group.attention, ids))
         return coming
 
     def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
-        """Return for each route of `LOADS` the bytes to move for each block. No block may be on the device."""
+        """Return for each route of `LOADS` how many bytes of each block to copy. No block may be on the device."""
         is_remote = below == ON_REMOTE
         are_moved = [(below < 0) & ~is_remote, is_remote, np.ones(len(ids), np.bool_)]
         # Blocks that are being loaded are among the queued bytes already. Here they count 1 byte each, so that the
@@ -222,15 +230,19 @@ class Hits:
 
 
 def absent_blocks(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
-    """Return the *needed* blocks that are not on the device; *found* has a device slot or ABSENT for each."""
+    """Return which of the *needed* blocks are not on the device.
+
+    *found* has a device slot or ABSENT for each of the *needed* blocks.
+    """
     return needed.start + np.flatnonzero(found == ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Refresh:
-    """Blocks of one chain and group to refresh.
+    """Blocks of one prompt and group that are to become the most recent ones in the lower tiers.
 
-    *from_disk* says for each name of the chain whether its block came from disk; it is empty if no block did.
+    *from_disk* has a byte for each name of the chain: 1 if the block came from disk, else 0. It is empty if no block
+    did.
     """
 
     chain: BlockChain
@@ -240,9 +252,10 @@ class _Refresh:
 
 
 class Refreshes:
-    """A queue of prefixes to refresh: their blocks become the most recent ones in the lower tiers.
+    """A queue of used prefixes, whose blocks are to become the most recent ones in the lower tiers.
 
-    Each prefix is refreshed from its tail to its front, so that the tail is evicted first. Owned by the cache's thread.
+    Each prefix is processed from its end to its beginning, so that its end is evicted first. Owned by the cache's
+    thread.
     """
 
     def __init__(self, lower: LowerTiers) -> None:
@@ -252,14 +265,14 @@ class Refreshes:
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
         """Queue blocks of a group that were used.
 
-        *from_disk* says for each name of the chain whether its block came from disk (empty: none did). The disk records
-        the use of these blocks.
+        *from_disk* has a byte for each name of the chain: 1 if the block came from disk, else 0. It is empty if no
+        block did. The use of blocks from disk is also recorded on disk.
         """
         if len(blocks):
             self._waiting.append(_Refresh(chain, group, blocks, from_disk))
 
     def go_on(self) -> None:
-        """Refresh up to `REFRESH_PART` blocks."""
+        """Make up to `REFRESH_PART` queued blocks the most recent ones."""
         num_left = REFRESH_PART
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
@@ -275,10 +288,11 @@ class Refreshes:
 
 
 class Promoter:
-    """Runs promotions: leases all sources, then takes device slots and fills them (`Uploads`), some blocks at a time.
+    """Runs promotions, which load the blocks of hits to the device, some blocks at a time.
 
-    The remaining blocks of a promotion wait in its backlog. The *window* of some methods says how far a dirty device
-    block (one without a copy below) is passed over, in eviction order, to evict a clean one instead. Owned by the
+    A promotion first leases its blocks on the device and in host memory. Blocks that are not on the device wait in a
+    backlog until they are copied (`Uploads`). To free a slot, clean blocks are evicted before dirty blocks, which have
+    no copy in a lower tier. The *window* of some methods limits how far this search for clean blocks goes. Owned by the
     cache's thread.
     """
 
@@ -309,7 +323,10 @@ class Promoter:
         return len(self._waiting)
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
-        """Start to load the hit. The promotion is done at once if all its blocks are on the device."""
+        """Start to load the hit. The promotion is done at once if all its blocks are on the device.
+
+        At *deadline*, the promotion ends without the blocks that have not arrived.
+        """
         hit, slots = self.hits.fitting(self.hits.revalidate(hit))
         promotion = Promotion(
             hit.chain,
@@ -334,9 +351,9 @@ class Promoter:
         return promotion
 
     def keep_warm(self, hit: Hit) -> None:
-        """Make the hit's host blocks the last to be evicted, because a request needs them soon.
+        """Make the hit's blocks in host memory the last to be evicted, because a request needs them soon.
 
-        Does nothing if blocks have moved since the hit was looked up. An earlier call has then refreshed the blocks.
+        Does nothing if any block has moved since the lookup, because an earlier call has then refreshed the blocks.
         """
         if hit.as_of != self._residency.num_changes:
             return
@@ -384,33 +401,33 @@ class Promoter:
         self._finish_if_arrived(promotion)
 
     def _give_up_all(self) -> None:
-        """Give up all promotions, because the lane (copy queue) to the device hangs, and every block needs it."""
+        """Give up all promotions, because they all need the lane (copy queue) to the device, which hangs."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
         self._uploads.on_lane_hung()
 
     def on_released(self, promotion: Promotion) -> None:
-        """Make the beginning of a split prefix more recent than its rest, so that the beginning is evicted later.
+        """Make the beginning of a split prefix more recent than its rest, so that the rest is evicted first.
 
-        Call this if the promotion's leases ended before its caller had computed the beginning.
+        Call this if the promotion's leases end before the caller has computed the beginning.
         """
         for group in self._groups if promotion.start else ():
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases that transfers hold on the group's device slots, without those of promotions."""
+        """Return the number of leases that transfers, not promotions, hold on the group's device slots."""
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases that promotions hold on the group's device slots before they are done."""
+        """Return the number of leases that unfinished promotions hold on the group's device slots."""
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """Return by group how many of a promotion's blocks are in its backlog, with only a reserved device slot."""
+        """Return for each group how many of the promotion's blocks still wait in its backlog."""
         return self._backlogs.num_left(promotion)
 
     def check(self) -> None:
-        """Raise AssertionError if a block in flight is findable, or a promotion waits for a block not in flight."""
+        """Raise AssertionError if the state is inconsistent, for example if a promotion waits for no block."""
         self._uploads.check()
         self._backlogs.check()
         under_way = set(self._uploads)
@@ -421,9 +438,9 @@ class Promoter:
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for a promotion without a backlog"
 
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease the blocks on the device, and join uploads of other promotions; return by group the other blocks.
+        """Lease the blocks that are on the device or already in flight; return for each group the other blocks.
 
-        *slots* are the device slots of the blocks, or ABSENT. Takes no new slots.
+        *slots* has the device slot of each block, or ABSENT. No new slots are taken.
         """
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
@@ -440,7 +457,7 @@ class Promoter:
         return missing
 
     def _wait_for(self, promotion: Promotion, hit: Hit, blocks: Sequence[BlockIds]) -> None:
-        """Queue *blocks*, which are neither on the device nor in flight, and record from which tier all blocks come."""
+        """Queue *blocks*, which are not on the device or in flight, and record the tier that each block comes from."""
         below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
@@ -452,7 +469,7 @@ class Promoter:
     def _copy_partial(self, promotion: Promotion, partial: PartialHit, window: int) -> None:
         """Copy the block of a partial hit into a new slot of the request, in all groups or in none.
 
-        The copy runs on the compute stream: after the kernels that wrote the block, before those that continue it.
+        The copy runs on the compute stream, after the kernels that wrote the block and before those that continue it.
         """
         sources = [(group, slot) for group in self._groups if (slot := group.pool.find(partial.name)) is not None]
         if len(sources) < len(self._groups):
@@ -474,7 +491,7 @@ class Promoter:
                     group.slots.evict([source], EvictionCause.SUPERSEDED)
 
     def _start_more(self, window: int) -> None:
-        """Start loading more blocks of the backlogs, the oldest promotion first."""
+        """Start to load queued blocks, those of the oldest promotion first."""
         num_left = PART
         for promotion in self._backlogs:
             while num_left > 0 and promotion in self._backlogs:
@@ -495,7 +512,7 @@ class Promoter:
                 del self._kept_back[promotion]
 
     def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
-        """Start loading the first blocks of a backlog, and return how many have left it."""
+        """Start to load the promotion's first queued blocks; return how many are no longer queued."""
         group, ids = self._backlogs.first(promotion, limit)
         names = names_of(promotion.chain, group.attention, ids)
         here = group.pool.find_all(names)
@@ -525,7 +542,7 @@ class Promoter:
         return len(ids)
 
     def _use(self, promotion: Promotion, group: GroupTiers, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
-        """Give backlog blocks that are on the device, in *slots*, to all promotions that want them."""
+        """Give queued blocks that are already on the device, in *slots*, to all promotions that want them."""
         wanted = self._backlogs.discard(promotion, group, ids)
         for waiter, is_wanted in wanted:
             group.pool.lease(slots[is_wanted])
@@ -534,11 +551,11 @@ class Promoter:
             self._finish_if_arrived(waiter)
 
     def _copy_kept_back(self, promotion: Promotion) -> None:
-        """Start the copies that were kept back to load the promotion layer by layer, which is not possible any more."""
+        """Start the copies that were held back to load layer by layer, because that is no longer possible."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Record in `Promotion.depths` from which tier the queued blocks and the joined uploads come."""
+        """Record in `Promotion.depths` from which tier each queued block and each block in flight comes."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         under_way = [
             (block_id, upload)
@@ -595,7 +612,7 @@ class Promoter:
             group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
     def _cut(self, promotion: Promotion, failure: Reason) -> None:
-        """Shorten the prefix to the part that can be resumed with the blocks that have arrived."""
+        """Shorten the prefix so that the request can resume after it with the blocks that have arrived."""
         tables = [np.array(table, np.int32) for table in promotion.tables]
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -640,6 +657,6 @@ def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Rea
 
 
 def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
-    """Make the prefix's device blocks the most recent ones, the front more recent than the tail."""
+    """Make the prefix's device blocks the most recent ones, with the first block as the most recent of all."""
     slots = group.pool.find_all(promotion.chain.names_of(group.block_size, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])

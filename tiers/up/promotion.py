@@ -1,4 +1,4 @@
-"""Hit, Promotion and Upload: the result of a lookup, and the state of its copy to the device."""
+"""Hit, Promotion and Upload: the result of a lookup, and the state of loading its blocks to the device."""
 
 from array import array
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ WARMEST_FIRST = tuple(Tier)
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """A cached block whose first *num_tokens* tokens equal the prompt's tokens after the hit's full blocks."""
+    """A cached block of which only the first *num_tokens* tokens match the prompt.
+
+    In the prompt, these tokens come directly after the hit's full blocks.
+    """
 
     name: BlockName
     num_tokens: int
@@ -38,9 +41,9 @@ class PartialHit:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """The reasons why the tokens after a prefix must be computed.
+    """The reasons why the tokens after a cached prefix must be computed.
 
-    Each reason comes with a token position. It holds for the tokens from the previous reason's position up to this one.
+    Each reason is stored with a token position. It holds from the previous reason's position up to its own.
     """
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
@@ -65,7 +68,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest cached prefix of a prompt. A plain value that leases nothing and may soon be out of date."""
+    """The longest cached prefix of a prompt, as a lookup found it. It leases no blocks, so it may be outdated soon."""
 
     chain: BlockChain
     limit: int  # maximum tokens of a hit: full blocks of all groups, without the last token
@@ -82,17 +85,17 @@ class Hit:
 
     @property
     def num_blocks(self) -> int:
-        """Length of the hit in names of the chain."""
+        """Number of the chain's names that the hit covers."""
         return self.num_tokens // self.chain.block_size
 
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """A prefix that is being loaded into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
+    """The state of loading a hit into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
     `num_tokens` may then be smaller than in the hit, because the prefix ends before a block that failed, was corrupt or
-    was late. After the prefix come *num_copied* tokens, which were copied from a cached block into a block that only
-    the caller uses and no lookup finds. For a split hit, only the blocks after the first *start* tokens are loaded.
+    was late. After the prefix, *num_copied* further tokens were copied from a cached block into a block that only the
+    caller uses. For a split hit, only the blocks after the first *start* tokens are loaded.
     """
 
     chain: BlockChain
@@ -111,21 +114,21 @@ class Promotion:
 
     @property
     def num_blocks(self) -> int:
-        """Length of the prefix in names of the chain."""
+        """Number of the chain's names that the prefix covers."""
         return self.num_tokens // self.chain.block_size
 
     @property
     def reason_at_end(self) -> Reason:
-        """Reason why the first computed token is computed; LAST_BLOCK if it is in the prompt's last block."""
+        """Reason why the first token after the prefix is computed; LAST_BLOCK if no reason is recorded."""
         return self.misses.first(self.num_tokens + self.num_copied)
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens before *start* that the caller computes although they are cached."""
+        """Number of cached tokens before *start* that the caller computes nevertheless."""
         return self.depths.count(COMPUTED) * self.chain.block_size
 
     def take_over(self, earlier: "Promotion") -> None:
-        """Take over which tiers the blocks came from, as recorded in *earlier*.
+        """Copy from *earlier* which tiers the blocks came from, and why tokens must be computed.
 
         *earlier* is a promotion of the same request that ended early.
         """
@@ -134,10 +137,7 @@ class Promotion:
         self.misses = earlier.misses
 
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
-        """Return which tiers the prompt's tokens came from, and why the others are computed.
-
-        A block that no group needs counts like the block after it.
-        """
+        """Return which tiers the prompt's tokens came from, and why the other tokens are computed."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk, remote = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         after = num_prompt_tokens - self.num_tokens - self.num_copied
@@ -154,7 +154,10 @@ class Promotion:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """One block being copied to the device, for all promotions that wait for it. Its transfer leases *device_slot*."""
+    """The copy of one block to the device, for all promotions that wait for it.
+
+    Its transfer holds a lease on *device_slot*.
+    """
 
     group: GroupTiers
     name: BlockName

@@ -1,4 +1,4 @@
-"""Uploads: blocks in flight to the device through host memory, and their verification."""
+"""Uploads: the blocks on their way to the device through host memory, where their bytes are verified."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,9 +29,10 @@ LATE_S = 1.0  # a copy counts as hung if it has been on its lane for this long a
 
 
 class LayeredUpload:
-    """One copy to the device layer by layer, done when all blocks are copied and verified.
+    """A copy of several blocks to the device, layer by layer, so that compute can begin before the copy ends.
 
-    A thread of the lane (the queue of copies to the device) runs `copy`. All other methods run on the owner's thread.
+    The copy is done when all blocks are copied and verified. A thread of the lane (the queue of copies to the device)
+    runs `copy`. The owner's thread calls all other methods.
     """
 
     def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
@@ -47,7 +48,7 @@ class LayeredUpload:
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy the layers of all groups part by part, and open the gate after each part."""
+        """Copy the layers of all groups in parts, and open the gate for compute after each part."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():
@@ -68,9 +69,9 @@ class LayeredUpload:
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 
     def outcomes(self) -> Mapping[Upload, bool | None] | None:
-        """Return None until the outcomes of all blocks are known, then the outcome of each.
+        """Return for each block whether its bytes are correct; None for a block whose copy or verification failed.
 
-        The outcome is whether the block's bytes are correct, or None if its copy or verification failed.
+        Returns None instead of the mapping until the outcomes of all blocks are known.
         """
         if self._is_copied is None or len(self._outcomes) < self._num_uploads:
             return None
@@ -88,11 +89,11 @@ def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Seque
 def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
-    """Copy the host blocks that match their digests to the device, and return for each whether it does.
+    """Copy those host blocks to the device whose bytes match their digests; return for each whether they match.
 
-    Runs on a lane's thread. Verifying before the copy is enough, because the upload leases the host slots until this
-    function has returned. The leases stay valid even if the slots belong to a sidecar that has ended this process's
-    session.
+    Runs on a thread of a lane (a queue of copies). The bytes cannot change after the verification, because the upload
+    leases the host slots until this function has returned. The leases stay valid even if the slots belong to a sidecar
+    that has ended this process's session.
     """
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
@@ -103,11 +104,11 @@ def upload_blocks(
 
 
 class Uploads:
-    """All blocks in flight to the device. Each block is in flight once, no matter how many promotions want it.
+    """All blocks in flight to the device. Each block is copied once, no matter how many promotions want it.
 
-    Batches wait here, in order, while their lane is full. *on_resolved* is called for each block that has arrived (with
-    None) or has failed (with the reason). A block on a hanging lane no longer counts as in flight, but its slots stay
-    leased until its transfer ends. Owned by the cache's thread.
+    While the lane (the queue of copies to the device) is full, blocks wait here in order. *on_resolved* is called for
+    each block, with None if it has arrived, or with the reason why it failed. If the lane hangs, its blocks no longer
+    count as in flight, but their slots stay leased until their transfers end. Owned by the cache's thread.
     """
 
     def __init__(
@@ -152,9 +153,9 @@ class Uploads:
     def start(
         self, group: GroupTiers, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
     ) -> list[Upload]:
-        """Start uploads from *sources* into *device_slots*, and take over the leases on both.
+        """Start uploads from *sources* into *device_slots*. The leases on both then belong to the uploads.
 
-        Blocks that are in host memory wait for `copy_up`.
+        Blocks that are already in host memory are not copied until `copy_up` is called.
         """
         uploads, under_way = [], self._uploads[group]
         for name, device_slot, (fetch, place, tier) in zip(names, device_slots, sources, strict=True):
@@ -181,17 +182,17 @@ class Uploads:
         self.copy_up([upload])
 
     def copy_up(self, uploads: Iterable[Upload]) -> None:
-        """Queue those blocks that are in host memory for their copy to the device."""
+        """Queue copies to the device for those of the blocks that are already in host memory."""
         for upload in uploads:
             if upload.host_slot is not None:
                 self._to_upload[upload] = None
                 self.queued_bytes += upload.group.memory.block_bytes
 
     def start_by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
-        """Start copying newly started uploads layer by layer, so that compute can begin before all have arrived.
+        """Start to copy these blocks layer by layer, so that compute can begin before all layers have arrived.
 
-        Returns None, without any effect, if that is not possible. The blocks are verified while they are copied; see
-        `LayerGate` for the consequences.
+        Returns None, without any effect, if that is not possible. Compute may read a block before it is verified; see
+        `LayerGate`.
         """
         num_parts = min(MAX_PARTS, max(upload.group.memory.num_layers for upload in uploads))
         num_bytes = sum(upload.group.memory.block_bytes for upload in uploads)
@@ -211,16 +212,16 @@ class Uploads:
         return layered.gate
 
     def pump(self) -> None:
-        """Submit queued blocks while the lane accepts them."""
+        """Submit queued copies and verifications while the lane accepts them."""
         while self._to_verify and self._submit_verification():
             pass
         while self._to_upload and self._submit_upload():
             pass
 
     def drop(self, unwanted: Sequence[Upload]) -> None:
-        """End uploads that no promotion waits for any more, except for blocks on the lane to the device.
+        """End uploads that no promotion waits for any more, except those already on the lane to the device.
 
-        The device slots are free at once, because a read that is still in progress needs only its host slot.
+        Their device slots are free at once. A read that is still in progress needs only its host slot.
         """
         dropped = [upload for upload in unwanted if upload not in self._on_lane]
         for upload in dropped:
@@ -231,14 +232,15 @@ class Uploads:
         self._end(dropped)
 
     def is_any_hung(self, uploads: Iterable[Upload]) -> bool:
-        """Return whether one of these uploads hangs on the lane to the device."""
+        """Return whether one of these uploads has been on the lane to the device for `LATE_S` or longer."""
         since = self._clock() - LATE_S
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def on_lane_hung(self) -> None:
-        """Give up the blocks on the lane to the device, because it hangs. No promotion may wait for them.
+        """Give up all blocks on the lane to the device, because the lane hangs. No promotion may wait for them.
 
-        Until a transfer of the lane ends, lookups ignore the lower tiers, because every new request would wait too.
+        Until a transfer on the lane ends, lookups ignore the lower tiers. Otherwise every new request would wait for
+        the lane too.
         """
         for upload in self._on_lane.keys() - self._hanging:
             assert not upload.waiters, "a promotion waits for a block that hangs"
@@ -249,11 +251,11 @@ class Uploads:
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases that transfers hold on the group's device slots, without those of promotions."""
+        """Return the number of leases that transfers, not promotions, hold on the group's device slots."""
         return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
-        """Raise AssertionError if a block in flight is findable."""
+        """Raise AssertionError if a lookup can find a block that is still in flight."""
         for upload in self:
             pool = upload.group.pool
             assert pool.name(upload.device_slot) is None, "a block is findable before its bytes have arrived"
@@ -302,7 +304,7 @@ class Uploads:
         return submitted
 
     def _on_lane_moved(self) -> None:
-        """Record that a transfer of the lane to the device has ended, so that not all of the lane's threads hang."""
+        """Record that a transfer on the lane to the device has ended, so that not all of its threads hang."""
         self._residency.is_cut_off = False
 
     def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:
@@ -321,7 +323,10 @@ class Uploads:
                 self._finish(batch, [outcomes[upload] for upload in batch])
 
     def _finish(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """End these uploads. *outcomes* says for each block whether its bytes are correct; None if its copy failed."""
+        """End these uploads.
+
+        *outcomes* says for each block whether its bytes are correct, or None if the copy failed.
+        """
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
         for row in _rows(good):
             self._publish(row)
@@ -334,7 +339,7 @@ class Uploads:
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
-        """Name the blocks of a row, consecutive blocks of one chain, which have arrived.
+        """Name consecutive blocks of one prompt that have arrived, so that lookups find them.
 
         If a block was computed in another slot in the meantime, the waiting promotions use that slot.
         """
@@ -353,7 +358,7 @@ class Uploads:
                     waiter.tables[group.id][place] = slot
 
     def _batches(self, uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-        """Yield the uploads in batches, each of one attention group and at most as large as one copy may be."""
+        """Yield the uploads in batches, each of one attention group and small enough for one copy."""
         by_group: dict[GroupTiers, list[Upload]] = {}
         for upload in uploads:
             by_group.setdefault(upload.group, []).append(upload)
@@ -369,7 +374,7 @@ class Uploads:
             self._on_resolved(upload, failure)
 
     def _end(self, uploads: Sequence[Upload]) -> None:
-        """Remove the uploads and release their leases; in host memory, a prefix's tail first."""
+        """Remove the uploads and release their leases. In host memory, the end of a prefix is released first."""
         fetched: dict[Fetch, list[int]] = {}
         for upload in reversed(uploads):
             if upload in self._hanging:
@@ -385,7 +390,7 @@ class Uploads:
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """Yield the uploads in rows of consecutive blocks of one chain; an upload without waiters is its own row."""
+    """Yield the uploads in lists of consecutive blocks of one prompt. An upload without waiters is its own list."""
     row: list[Upload] = []
     for upload in uploads:
         if row and row[-1].waiters and upload.waiters:

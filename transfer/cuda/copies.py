@@ -1,7 +1,7 @@
 """Three methods to copy scattered blocks between device and host slots: one batched call, a loop, or staging buffers.
 
-`kernel.py` has a fourth method. Which one is fastest depends on the runtime and the block size; `copy_choice.py`
-measures them.
+`kernel.py` has a fourth method. The fastest method depends on the runtime and the block size, so `copy_choice.py`
+measures all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Ends:
-    """The device and host memory of a copy, each contiguous, [num_slots, block_bytes] uint8.
+    """The device and host memory of copies, each contiguous, [num_slots, block_bytes] uint8.
 
-    *device* is on the GPU, or in ordinary memory in tests on a CPU. Host slots are registered with CUDA in pieces of
+    *device* is on the GPU, or in ordinary memory in tests on a CPU. Host memory is registered with CUDA in pieces of
     *slots_per_piece* slots.
     """
 
@@ -36,7 +36,7 @@ class Ends:
     slots_per_piece: int
 
     def runs(self, device: Slots, host: Slots) -> BlockRuns:
-        """Return the contiguous copies that move these pairs of slots."""
+        """Merge these pairs of slots into as few contiguous copies as possible."""
         return merge_adjacent(device, host, self.slots_per_piece)
 
 
@@ -48,14 +48,17 @@ class BlockCopies(Protocol):
     """
 
     def to_host(self, device: Slots, host: Slots) -> None:
-        """Copy device slot i to host slot i, pair by pair."""
+        """Copy each slot of *device* to the slot at the same position in *host*."""
 
     def to_device(self, host: Slots, device: Slots) -> None:
-        """Copy host slot i to device slot i, pair by pair."""
+        """Copy each slot of *host* to the slot at the same position in *device*."""
 
 
 class LoopCopies:
-    """One asynchronous copy for each run of adjacent slots. Host memory need not be pinned, because CUDA stages it."""
+    """A copy method that starts one asynchronous copy for each run of adjacent slots.
+
+    Host memory need not be pinned, because CUDA then copies through a pinned buffer of its own.
+    """
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -73,7 +76,7 @@ class LoopCopies:
         _wait_landed(self._ends.device.device)
 
     def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
-        """As `to_device`, for the bytes *part* of each block."""
+        """Copy only the bytes *part* of each block; otherwise the same as `to_device`."""
         for source, target in zip(host.tolist(), device.tolist(), strict=True):
             self._ends.device[target, part].copy_(self._ends.host[source, part], non_blocking=True)
         _wait_landed(self._ends.device.device)
@@ -93,10 +96,13 @@ SubmitBatch = Callable[[Sequence[int], Sequence[int], Sequence[int], SourceOrder
 
 
 class BatchCopies:
-    """One driver call for all copies, which releases the GIL once instead of once per block."""
+    """A copy method that needs one driver call for all copies.
+
+    It releases the GIL once instead of once per block.
+    """
 
     def __init__(self, ends: Ends, submit: SubmitBatch | None = None) -> None:
-        """Use *submit* (default: `cuda_batch`) to enqueue the copies.
+        """Create the method. *submit* enqueues the copies (default: `cuda_batch`).
 
         Raises:
             ImportError, AttributeError: The CUDA bindings lack batched copies; see `cuda_batch`.
@@ -116,7 +122,7 @@ class BatchCopies:
         _wait_landed(self._ends.device.device)
 
     def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
-        """As `to_device`, for the bytes *part* of each block."""
+        """Copy only the bytes *part* of each block; otherwise the same as `to_device`."""
         above = (self._ends.device.data_ptr() + device * self._block_bytes + part.start).tolist()
         below = (self._ends.host.data_ptr() + host * self._block_bytes + part.start).tolist()
         self._submit(above, below, [part.stop - part.start] * len(host), SourceOrder.ANY)
@@ -170,10 +176,10 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
 
 
 class StagedCopies:
-    """Copies through staging buffers: gather the blocks by one kernel, move them in one copy, scatter them again.
+    """A copy method with staging buffers: gather the blocks in a buffer, move it in one copy, scatter the blocks.
 
-    Useful without CuPy (which `KernelCopies` needs), for blocks so small that one copy per block costs more than moving
-    all bytes twice. The CPU gathers and scatters on the host side, so host memory need not be pinned.
+    Useful for blocks so small that one copy per block costs more than moving all bytes twice, if CuPy is not installed
+    (`KernelCopies` needs it). The CPU gathers and scatters on the host side, so host memory need not be pinned.
     """
 
     def __init__(self, ends: Ends) -> None:
@@ -229,21 +235,20 @@ class _Staging:
         self._used = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
 
     def gather(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of device *slots* to the host buffer."""
+        """Enqueue a copy of the device *slots* of *blocks* to the host buffer."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         torch.index_select(blocks, 0, index, out=part)
         self.host[: len(slots)].copy_(part, non_blocking=True)
         self._mark()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of the host buffer to device *slots*."""
+        """Enqueue a copy of the host buffer to the device *slots* of *blocks*."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         part.copy_(self.host[: len(slots)], non_blocking=True)
         blocks.index_copy_(0, index, part)
         self._mark()
 
     def wait(self) -> None:
-        """Wait until the last copy is complete."""
         if self._used is not None:
             self._used.synchronize()
 
@@ -262,7 +267,10 @@ def _unpack(staging: _Staging, slots: Slots, host: torch.Tensor) -> None:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """Return a view as 8-byte words, [num_slots, words], if sizes allow it, because words gather faster than bytes."""
+    """Return a view as 8-byte words, [num_slots, words], which gather faster than bytes.
+
+    Returns *blocks* itself if the block size or the address is not a multiple of 8 bytes.
+    """
     fits = blocks.shape[1] % _WORD_BYTES == 0 and blocks.data_ptr() % _WORD_BYTES == 0
     return blocks.view(torch.int64) if fits else blocks
 

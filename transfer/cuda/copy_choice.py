@@ -1,4 +1,4 @@
-"""The choice of the fastest copy method, by a short measurement on scratch memory at startup."""
+"""The choice of the fastest copy method, by a short measurement at startup."""
 
 import logging
 import statistics
@@ -33,7 +33,10 @@ CLOSE = 0.9  # share of the maximum speed that counts as equal: a loaded machine
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """Names of the methods chosen for copies down to the host and up to the device, and all measured speeds in GB/s."""
+    """The copy methods chosen by a measurement, and the measured speeds of all methods in GB/s.
+
+    *down* is the method for copies to the host, and *up* the method for copies to the device.
+    """
 
     down: str
     up: str
@@ -48,12 +51,12 @@ class CopyChoice:
 
 
 def num_trial_blocks(block_bytes: int) -> int:
-    """Return the number of slots that a trial needs on each side."""
+    """Return how many device slots, and as many host slots, a trial needs."""
     return min(max(2, TRIAL_BYTES // block_bytes), MAX_TRIAL_BLOCKS)
 
 
 def choose_copies(ways: Mapping[str, CopyMethod], scratch: Ends) -> CopyChoice:
-    """Measure each method in *ways* on scattered blocks in *scratch*, and choose the fastest.
+    """Measure each method in *ways* on scattered blocks in *scratch*, and choose the fastest in each direction.
 
     Overwrites all slots of *scratch*. Among methods of about equal speed, the earlier one in *ways* wins. A method that
     is not available, fails, or copies wrong bytes gets speed 0.
@@ -88,7 +91,10 @@ def fastest(gb_per_s: Mapping[str, float]) -> str:
 
 
 def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> tuple[float, float]:
-    """Return the median speeds down and up in GB/s, without a warm-up round. Raise RuntimeError for wrong bytes."""
+    """Return the median speeds of copies to the host and to the device in GB/s, after a warm-up round.
+
+    Raises RuntimeError if the method copies wrong bytes.
+    """
     down = [_seconds(lambda: copies.to_host(above, below)) for _ in range(NUM_ROUNDS + 1)][1:]
     up = [_seconds(lambda: copies.to_device(below, above)) for _ in range(NUM_ROUNDS + 1)][1:]
     num_bytes = len(above) * scratch.device.shape[1]
@@ -97,7 +103,7 @@ def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> t
 
 
 def _prove(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> None:
-    """Copy random bytes up and back down to other slots, and raise RuntimeError if they changed."""
+    """Copy random bytes to the device and back to other host slots; raise RuntimeError if the bytes changed."""
     noise = np.random.default_rng(1).integers(0, 256, scratch.host.shape, dtype=np.uint8)
     scratch.host.numpy()[:] = noise
     copies.to_device(below, above)

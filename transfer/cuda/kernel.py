@@ -1,4 +1,4 @@
-"""KernelCopies: one kernel that copies blocks from or to pinned host memory, for blocks too small for a copy each."""
+"""KernelCopies: a copy method for small blocks, in which one kernel copies all blocks from or to pinned host memory."""
 
 from importlib import import_module
 
@@ -25,17 +25,17 @@ extern "C" __global__ void copy_blocks(
 
 
 class KernelCopies:
-    """One kernel launch for all blocks, which uses multiprocessors of the GPU and no copy engine.
+    """A copy method with one kernel launch for all blocks. It uses the GPU's multiprocessors, not its copy engines.
 
     The host slots must be pinned, because a kernel can access only pinned host memory.
     """
 
     def __init__(self, ends: Ends) -> None:
-        """Compile the kernel.
+        """Create the method. CuPy compiles the kernel at its first launch.
 
         Raises:
             ImportError: CuPy is not installed.
-            RuntimeError: There is no CUDA device, the kernel does not compile, or blocks are not multiples of 16 bytes.
+            RuntimeError: There is no CUDA device, or blocks are not aligned to multiples of 16 bytes.
         """
         block_bytes = ends.device.shape[1]
         if ends.device.device.type != "cuda":

@@ -8,21 +8,21 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 
 
 class CudaLane:
-    """A `ThreadLane` in which each thread copies on its own CUDA stream.
+    """A `ThreadLane` (a queue of transfers with its own threads) in which each thread copies on its own CUDA stream.
 
     Before the copy, the stream waits for all compute that was enqueued when the transfer was submitted. So a spill (a
     copy to the host) reads a block after the kernels that wrote it, and a promotion (a copy to the device) overwrites a
     slot after the kernels that still read its former content.
 
-    A transfer is finished when its bytes are in place: the lane's thread synchronises the stream, and the owner does
-    not wait. Only then does `poll()` publish blocks and reuse slots. So compute enqueued later finds a promoted block
-    complete, and overwrites a spilled slot only after the spill has read it.
+    A transfer is finished when its bytes are in place. The lane's thread waits for that, and the owner's thread does
+    not. Only finished transfers make `poll()` publish blocks and reuse slots. So compute enqueued later finds a
+    promoted block complete, and overwrites a spilled slot only after the spill has read it.
 
-    With several threads, one verifies a batch on the CPU while another one's batch is on the bus. Transfers may then
-    finish in any order, which is safe because each leases its source and target slots.
+    With several threads, one thread verifies a batch on the CPU while another thread's batch is on the bus. Transfers
+    may then finish in any order, which is safe because each transfer leases its source and target slots.
 
-    The time that a transfer waited for compute is not part of `Transfer.seconds`. Otherwise a small copy behind a long
-    step would make the bus look a hundred times slower than it is, and hits would not look worth loading.
+    `Transfer.seconds` does not include the time that a transfer waited for compute. Otherwise a small copy behind a
+    long step would make the bus look a hundred times slower than it is, and hits would not seem worth loading.
     """
 
     def __init__(

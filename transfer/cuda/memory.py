@@ -24,7 +24,10 @@ TRIAL_WAIT_S = 2.0  # limit on waiting for the trial's memory to be pinned; afte
 
 
 def cuda_pin(device: torch.device) -> Pin:
-    """Return a function that pins pieces of a `HostSlab` for *device*; it raises RuntimeError on a CUDA error."""
+    """Return a function that pins pieces of a `HostSlab` for *device*.
+
+    The returned function raises RuntimeError on a CUDA error.
+    """
     # Torch's binding, because CuPy may be missing.
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -54,14 +57,14 @@ def node_of_gpu(device: torch.device) -> int | None:
 
 
 class CudaMemory:
-    """A `BlockMemory` on a GPU. *device_blocks*, [num_slots, block_bytes] uint8, is a view of the device slab.
+    """A `BlockMemory` on a GPU. Its device slots are *device_blocks*, [num_slots, block_bytes] uint8.
 
-    Copies run on the calling thread's current stream (the stream of a `CudaLane`) and synchronise it before they
-    return. Only `copy`, which the computing thread calls, does not wait.
+    Copies run on the calling thread's current stream (the stream of a `CudaLane`), and wait for it before they return.
+    Only `copy`, which the computing thread calls, does not wait.
 
-    *way* is the name of a method in `COPIES`, or an earlier result of `choose_methods`; by default the methods are
-    measured. `choice` holds the chosen methods and their speeds; None without host slots or if *way* is a name. If the
-    descriptor *file* is given, the host slots are the beginning of that file; see `HostSlab`.
+    *way* is the name of a method in `COPIES`, or an earlier result of `choose_methods`. By default, the methods are
+    measured. `choice` holds the chosen methods and their speeds; it is None if *way* is a name or if there are no host
+    slots. If the file descriptor *file* is given, the host slots are at the beginning of that file; see `HostSlab`.
     """
 
     num_copiers = 4  # a digest runs at about half the speed of the bus; bench/transfer/gpu_copies.py measures 1 to 8
@@ -134,7 +137,7 @@ class CudaMemory:
         self._slab.close()
 
     def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
-        """Return which slots are pinned. A slot that is pinned a moment later is copied the slower way."""
+        """Return which slots are pinned. A slot that is pinned after this check is still copied the slower way."""
         self._slab.copied = True
         return host < self._slab.num_pinned_slots
 
@@ -142,13 +145,14 @@ class CudaMemory:
 def methods_for(is_pinned: bool) -> Mapping[str, CopyMethod]:
     """Return the copy methods to try, depending on whether all host memory is pinned.
 
-    The kernel is left out for unpinned memory: reading it would destroy the CUDA context of the process.
+    Without pinned memory, the kernel is left out: reading unpinned memory would destroy the CUDA context of the
+    process.
     """
     return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
 
 
 def choose_methods(block_bytes: int, gpu: torch.device) -> CopyChoice:
-    """Measure the copy methods for blocks of *block_bytes*, on memory of the same kind as the live slots."""
+    """Measure the copy methods for blocks of *block_bytes*, on scratch memory like that of the real slots."""
     num_blocks = num_trial_blocks(block_bytes)
     slab = HostSlab(num_blocks, block_bytes, cuda_pin(gpu), node_of_gpu(gpu))
     try:

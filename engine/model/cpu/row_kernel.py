@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import overload
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it from the environment
-    raise ImportError("NUMBA_DISABLE_JIT is set, and the kernel takes a thousand times as long if it is not compiled")
+    raise ImportError("NUMBA_DISABLE_JIT is set, but without compilation this kernel is far too slow; unset it")
 
 Array = np.ndarray
 P = ParamSpec("P")

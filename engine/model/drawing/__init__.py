@@ -1,1 +1,1 @@
-"""Sampling the next tokens of all requests of a step from their logits, in one pass."""
+"""Sampling: chooses the next token of each request from the model's logits, for all requests of a step together."""

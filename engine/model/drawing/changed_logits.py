@@ -15,8 +15,8 @@ from kvtier.engine.model.drawing.token_counts import TokenCounts
 def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
     """Return *logits* `[rows, vocab]` with the bias, penalties, bans and grammar of each row's sampler applied.
 
-    If no sampler changes anything, the result is *logits* itself. Otherwise it is in the memory of *copies*, and
-    *logits* only changes if it is in this memory too.
+    If no sampler changes anything, the result is *logits* itself. Otherwise the result is in the
+    memory of *copies*. *logits* is not changed, unless it is in the memory of *copies* too.
     """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits
@@ -69,7 +69,8 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
     """Set the logits of all tokens that a row's grammar forbids to -inf.
 
-    A grammar's `exceptions` are its forbidden tokens if it allows the majority, otherwise its allowed tokens.
+    A grammar that allows most tokens lists the forbidden ones as its `exceptions`. Any other grammar lists the allowed
+    ones.
     """
     grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
     forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_majority}

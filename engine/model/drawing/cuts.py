@@ -1,4 +1,4 @@
-"""Cuts: temperature, min-p, top-k and top-p of the rows of a step, and the sampling of tokens with them."""
+"""Cuts: sampling with temperature, min-p, top-k and top-p, for several rows of logits at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tens
 def _from_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample from the most likely tokens only.
 
-    Return a token for each row, and whether sampling from all tokens of the row would certainly give the same one.
+    Return a token for each row, and whether this token is certainly the one that sampling from all tokens would give.
     """
     vocab_size = logits.shape[-1]
     num_there = cuts.num_likeliest(vocab_size)

@@ -1,4 +1,4 @@
-"""Sampling of the next tokens of all requests of a step."""
+"""sample_tokens: samples the next token of each request in a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,8 +22,8 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int
     """Sample the next token id of each request from *logits*, `[requests, vocab]` in float32.
 
     The logits are not changed. A greedy request gets its most likely token, and of equally likely tokens the lowest id.
-    Each sampler records its token. If a row's largest logit is not finite, the result is an arbitrary token. For a row
-    with a grammar, it is always a token that the grammar allows.
+    Each sampler records its token. If a row's largest logit is not finite, the result is an arbitrary token. A
+    request with a grammar only gets tokens that the grammar allows.
     """
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:

@@ -37,7 +37,7 @@ class Ranking:
     """Weights of tokens, `[rows, vocab]`, that can be queried as if each row were sorted.
 
     The order is by weight, the largest first, and by token id for equal weights. To avoid sorting whole rows, tokens
-    are put into bins by their distance from the most likely token, and a query sorts only one bin of each row.
+    of similar weight are put into a bin, and a query sorts only one bin of each row.
     """
 
     def __init__(self, depths: torch.Tensor, weights: torch.Tensor, scratch: Scratch) -> None:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:  # an optional package
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The sizes and end tokens of a model's vocabulary and of llguidance's vocabulary.
+    """The sizes and end tokens of the model's vocabulary and of the vocabulary that llguidance's matchers know.
 
-    llguidance follows each text with an object called a matcher, which knows the tokens of the tokenizer.
+    A matcher is an object of llguidance that checks one text, token by token. It knows the tokens of the tokenizer,
+    whose number may differ from that of the model's logits.
     """
 
     size: int  # number of the model's logits
@@ -63,7 +64,7 @@ class GrammarState:
         return not self.has_failed and self.matcher.is_stopped()
 
     def take(self, mask: npt.NDArray[np.uint8]) -> None:
-        """Set the allowed next tokens from the matcher's *mask*, a bitmask whose lowest bits come first."""
+        """Set the allowed next tokens from the bitmask *mask*, in which the lowest bit of each byte comes first."""
         vocabulary = self.vocabulary
         matched = np.unpackbits(mask, count=vocabulary.num_matched, bitorder="little").view(np.bool_)
         may_end = matched[vocabulary.end_mark]

@@ -48,7 +48,7 @@ def limits() -> "LLParserLimits":
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A constraint as the *text* of a grammar for llguidance.
+    """A constraint, translated into a grammar for llguidance. *text* is the grammar's text.
 
     *left_out* are the keywords of the constraint's JSON schemas that the grammar does not enforce.
     """
@@ -126,8 +126,9 @@ class _Schemas:
     def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
         """Return grammar rules for a schema with integers that llguidance would round, otherwise an empty list.
 
-        Without rules, llguidance compiles *schema*, so this method removes the keywords that it cannot enforce.
-        *name* is the name of the first rule. *where* is the schema's path, for messages about its keywords.
+        If the list is empty, llguidance has to compile *schema* itself. For this, the keywords that llguidance cannot
+        enforce are removed from *schema*. *name* is the name of the first rule. *where* is the schema's path, for
+        messages about its keywords.
 
         Raises:
             InvalidParameter: If a keyword of a strict schema cannot be enforced.

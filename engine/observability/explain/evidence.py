@@ -34,7 +34,8 @@ class Evidence:
     is_new: bool  # whether the prompt belongs to no request: a client asks what it would hit now
     known: OlderPrompts
     ghosts: Ghosts  # a copy of the record of evicted blocks
-    # Pairs (number of first blocks, fields): these blocks were seen before, but under names in which the fields differ.
+    # Pairs (number of first blocks, fields). The tokens of these blocks were seen before, but with other values of the
+    # fields, such as another salt.
     ways: Sequence[tuple[int, tuple[str, ...]]]
     is_other_text: bool  # whether an earlier request with the same messages had another first block
     tiers: Sequence[Tier | None]  # the current tier of each block if `is_new`; otherwise empty
@@ -61,7 +62,7 @@ class Evidence:
         return explanation
 
     def _missed_rows(self) -> list[ExplainedRun]:
-        """Return a row for each block that was not loaded from the cache, and for the tokens after the full blocks."""
+        """Return the explanation's rows, one per block, for the tokens that were not loaded from the cache."""
         trail, num_tokens, size = self.past.trail, self.past.prompt.num_tokens, self.past.trail.block_size
         ghosts, ways = self._lost(), self._other_ways()
         was_known = self.known.has_all(self.past.prompt).tolist()
@@ -128,9 +129,9 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block the reason why it is a miss, if no block of this name was seen before.
+        """Return for each full block the reason for its miss, in case no block of its name was seen before.
 
-        A reason comes with the fields, such as the salt, in which an earlier prompt with the same tokens differed.
+        With each reason come the fields, such as the salt, that differed in an earlier prompt with the same tokens.
         """
         names = self.past.trail.names
         if self.is_other_text:
@@ -141,7 +142,7 @@ class Evidence:
         return found
 
     def _lost(self) -> list[Ghost | None]:
-        """Return for each full block its last eviction before the request's lookup. Any attention group counts."""
+        """Return for each full block its last eviction, in any attention group, before the request's lookup."""
         names, before = self.past.trail.names, self.past.trail.as_of or math.inf
         found: list[Ghost | None] = [None for _ in names]
         for step in self.block_steps:

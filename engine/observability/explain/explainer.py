@@ -46,11 +46,11 @@ class Explainer:
         """Create the explainer, and load the digests of prompts that an earlier process saved at *path*.
 
         Args:
-            block_size: Number of tokens that each block name covers.
+            block_size: Number of tokens per block name.
             namespace: The fields that determine a block's bytes in addition to its prompt.
             clock: The clock of the tiers, in seconds.
             path: The file in which `close` saves the digests for the next process; None to keep them in memory only.
-            block_steps: For each attention group, the number of names that one of its blocks spans.
+            block_steps: For each attention group, the size of its blocks as a multiple of *block_size*.
             notes: Sentences about what explanations cannot tell, included in every explanation.
         """
         self.block_size = block_size
@@ -167,7 +167,7 @@ class Explainer:
     def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
         """Return whether the chat template rendered the same messages differently for an earlier request.
 
-        If so, the earlier request had another first block. Requests that the tenant may not see do not count.
+        This is assumed if the first blocks of the two prompts differ. Requests hidden from the tenant do not count.
         """
         pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
         return any(
@@ -178,9 +178,9 @@ class Explainer:
         )
 
     def _other_ways(self, past: Past) -> list[tuple[int, tuple[str, ...]]]:
-        """Return which first blocks of the prompt were seen before, but under other names.
+        """Return which beginnings of the prompt were seen before, but under other block names.
 
-        Each pair has the number of these blocks, and the fields (such as the salt or adapter) that differed.
+        Each pair has the number of blocks in the beginning, and the fields (such as the salt) that differed.
         """
         found = []
         for num_blocks, content in past.prompt.contents.items():

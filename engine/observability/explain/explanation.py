@@ -27,7 +27,7 @@ class ExplainedRun:
     cause: EvictionCause | None = None  # cause of the eviction, if *why* is an eviction
     evicted_at: tuple[float, float] | None = None  # first and last eviction, in seconds since the Unix epoch
     during: tuple[str, ...] = ()  # the tenant's own requests that ran during the eviction, or the last one before
-    differs: tuple[str, ...] = ()  # the naming fields in which an earlier prompt with these tokens differed
+    differs: tuple[str, ...] = ()  # the fields, such as the salt, that differed in an earlier prompt with these tokens
     is_copied: bool = False  # whether the tokens came from a block that shares only its first tokens with the prompt
 
 
@@ -36,8 +36,8 @@ class Departure:
     """The point at which a prompt begins to differ from the most similar earlier prompt.
 
     The two prompts share their first *num_shared* tokens. *departs* is False if one of them ends there. *text* is the
-    prompt's next token, and *before* is the text in front of it. Both are set only if the client that asks for the
-    explanation has sent the prompt again.
+    prompt's next token, and *before* is the text in front of it. Both are set only if the client sends the prompt when
+    it asks for the explanation, because kvtier keeps no text.
     """
 
     num_shared: int

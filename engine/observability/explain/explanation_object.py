@@ -11,8 +11,8 @@ from kvtier.engine.observability.explain.explanation import Departure, Explained
 class EvictionObject(msgspec.Struct, frozen=True):
     """The evictions of a row's blocks, with the times of the first and the last one.
 
-    *during* has the ids of the tenant's own requests that ran at that time. If none ran, it has the id of the tenant's
-    last request before.
+    *during* has the ids of the tenant's own requests that ran during the evictions. If none ran, it has the id of the
+    tenant's last request that arrived before.
     """
 
     cause: str

@@ -35,9 +35,10 @@ class OlderPrompts:
     prints: Sequence[PromptFingerprint]
 
     def nearest(self, prompt: PromptFingerprint, num_found: int) -> Nearest | None:
-        """Compare *prompt* with the known prompt that shares the most first tokens. Return None if none shares a token.
+        """Compare *prompt* with the known prompt that has the longest prefix in common with it.
 
-        *num_found* is the number of the prompt's first blocks that were in the cache.
+        The first *num_found* blocks of *prompt* were in the cache. They count as shared even if the earlier prompt is
+        no longer known. Return None if no token is shared.
         """
         known = self.has_all(prompt)
         shared = max(num_found, int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0)
@@ -90,6 +91,6 @@ class KnownPrompts:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:
-        """Return those of the first *before* added prompts that are still kept. *before* is a value of `num_added`."""
+        """Return the prompts that had been added when `num_added` was *before*, except those dropped since."""
         num_newer = max(0, self.num_added - before)
         return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

@@ -59,7 +59,7 @@ class PromptPrinter:
 
     The engine's thread makes a fingerprint of each finished request, so the hashes must be fast. `contents` uses xxh3,
     because a keyed blake2b takes 0.55 ms for 131,072 tokens. `marks` uses a multiplication, because a running hash over
-    each block takes 3 ms. `bench/observability/remembering.py` measures the remaining cost.
+    each block takes 3 ms. `bench/observability/remembering.py` measures the cost.
     """
 
     def __init__(self, block_size: int, key: bytes) -> None:

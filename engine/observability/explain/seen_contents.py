@@ -19,7 +19,7 @@ NUM_NAMESPACES = 256
 class Way(NamedTuple):
     """A salt, adapter and namespace with which a prompt was seen, and the tenant that sent it.
 
-    Together with the tokens, the first three determine the names of the prompt's blocks. The salt is a digest.
+    Salt, adapter, namespace and tokens determine the names of the prompt's blocks. The salt is stored as a digest.
     """
 
     salt: bytes
@@ -30,8 +30,9 @@ class Way(NamedTuple):
     def may_see(self, other: "Way") -> bool:
         """Return whether a request with this way may learn that a request with the *other* way existed.
 
-        A tenant with an API key may learn of all its own requests. Without API keys, only salts separate clients. So
-        requests with another salt stay hidden, because otherwise a client without that salt could guess their prompts.
+        A tenant with an API key may learn of all its own requests. Without API keys, only salts separate clients. A
+        request may then learn only of requests with its own salt or without a salt. Otherwise, a client could guess
+        prompts sent with another client's salt.
         """
         return other.tenant == self.tenant and (self.tenant is not None or other.salt in (b"", self.salt))
 
@@ -47,8 +48,8 @@ class _Kept(msgspec.Struct):
 class SeenContents:
     """A bounded LRU memory of the beginnings of prompts, and of the ways in which they were seen.
 
-    A beginning is stored as a *content*, the digest of its tokens. A `Way` is the salt, adapter and namespace of a
-    request with this beginning. Owned by one thread.
+    Of a beginning, only the digest of its tokens is stored; it is called the *content*. A `Way` is the salt, adapter
+    and namespace of a request with this beginning. Owned by one thread.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -79,9 +80,8 @@ class SeenContents:
     def differing(self, content: bytes, way: Way, before: int) -> list[str]:
         """Return the fields in which *way* differs from the most similar other way in which the content was seen.
 
-        The fields are `cache_salt`, `adapter` and fields of the namespace. Only ways that `Way.may_see` allows count,
-        and only if they were recorded by one of the first *before* calls of `add`. Without such a way, the list is
-        empty.
+        The fields are `cache_salt`, `adapter` and fields of the namespace. Only the first *before* calls of `add`
+        count, and only ways that *way* may see. If there is no other way, the list is empty.
         """
         ways = [
             other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)

@@ -51,7 +51,7 @@ class RequestLog:
         self._max_bytes = max_bytes
         self._num_files = num_files
         self._waiting: queue.Queue[tuple[RequestRecord, Trail] | None] = queue.Queue(MAX_WAITING)
-        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # the thread changes first and last
+        self._num_written = self._num_dropped_here = self._num_dropped_there = 0  # the thread sets the first and third
         self._is_failing = False
         self._num_bytes = 0  # size of the current file
         self._file: BinaryIO | None = None
@@ -187,9 +187,9 @@ def line_of(record: RequestRecord, trail: Trail) -> bytes:
 
 
 def coarse_names(trail: Trail) -> tuple[int, list[str]]:
-    """Return a step, and the name of every step-th block of the prompt, at most `MAX_NAMES` names.
+    """Return a step n, and the names of every n-th block of the prompt, at most `MAX_NAMES` names.
 
-    The step is a power of two. So the names of two prompts can be compared at the larger of their two steps.
+    The step is a power of two, so that the names of two prompts can be compared at the larger of their steps.
     """
     step = 1
     while len(trail.names) // step > MAX_NAMES:

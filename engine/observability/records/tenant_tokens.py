@@ -11,12 +11,12 @@ MUCH_LARGER = 2  # to replace the smallest shown tenant, a watched tenant needs 
 
 
 class TenantTokens:
-    """Token counts of at most *num_shown* tenants by name, and of all other tenants together as OTHER.
+    """Token counts by name for at most *num_shown* tenants, and one count, OTHER, for all other tenants together.
 
-    A shown tenant is one that is counted by name. Its count begins when it is first shown, and its earlier tokens stay
-    in OTHER. To find large tenants among the others, their counts are estimated with the Space-Saving algorithm: a new
-    tenant replaces the one with the fewest tokens and inherits its count. Requests without a tenant are not counted.
-    Owned by the thread that creates the records.
+    The tenants counted by name are called shown. A tenant's count begins when it becomes shown; its earlier tokens stay
+    in OTHER. The tokens of tenants that are not shown are estimated, to find large ones. The Space-Saving algorithm is
+    used for this: a new tenant replaces the one with the fewest tokens and inherits its count. Requests without a
+    tenant are not counted. Owned by the thread that creates the records.
     """
 
     def __init__(self, num_shown: int) -> None:

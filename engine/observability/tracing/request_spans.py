@@ -6,7 +6,7 @@ from kvtier.engine.scheduling.timeline import Stage
 from kvtier.tiers.naming.tier import Tier
 
 REQUEST = "kvtier.request"
-LOOKUP = "kvtier.lookup"  # the whole span at a sidecar, which knows only an engine's lookup, not the request's stages
+LOOKUP = "kvtier.lookup"  # a request's span at a sidecar, which sees the request's lookup but no other stage
 
 
 def spans_of(record: RequestRecord, own: TraceContext, parent_id: str | None) -> list[Span]:

@@ -16,7 +16,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(slots=True)
 class _Running:
-    """A traced request and its blocks' *names*, which may grow. The first *num_told* names are already recorded."""
+    """A traced request and the growing list of its blocks' *names*, of which `SpillTraces` has the first *num_told*."""
 
     span: TraceContext
     parent_id: str | None
@@ -89,7 +89,7 @@ class RequestTraces:
         self._tracer.close()
 
     def _tell(self, running: _Running) -> None:
-        """Record the request's new blocks."""
+        """Pass the names of the request's new blocks to `SpillTraces`."""
         if running.num_told < len(running.names):
             self._spills.add(running.span, running.names[running.num_told :])
             running.num_told = len(running.names)

@@ -36,7 +36,7 @@ class SpanSender:
         """Start the thread. Raise `MissingExtra` if a package is missing.
 
         Args:
-            endpoint: The collector's URL, for OTLP over HTTP. If it has no path, `TRACES` is added.
+            endpoint: The collector's URL, for OTLP over HTTP. If it has no path, `/v1/traces` is added.
             service: The value of the spans' `service.name`.
         """
         with extra("otel", "tracing", "or remove [tracing]"):

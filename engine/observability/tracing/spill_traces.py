@@ -1,4 +1,4 @@
-"""SpillTraces: spans of spills, the batches of blocks that are copied to a lower tier or evicted without a copy."""
+"""SpillTraces: spans of spills, each of which copies a batch of blocks to a lower tier."""
 
 import time
 from collections import deque
@@ -62,9 +62,9 @@ class TracedBlocks:
 class SpillTraces:
     """Spans of spills, each of which copies a batch of blocks to a lower tier. Owned by the tiers' thread.
 
-    A batch may be copied after its requests have ended, and may contain blocks of several requests. So its span is the
-    root of a separate trace, with links to the traced requests whose blocks it contains. A batch without blocks of a
-    traced request has no span.
+    A spill may come after its requests have ended, and may contain blocks of several requests. So its span is the root
+    of a separate trace, with links to the traced requests whose blocks it contains. If there are none, no span is sent.
+    Blocks of the batch that have no copy afterwards are counted in the span as dropped.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class Tracer:
         """Return the context of a new span for a request, and the id of the parent span.
 
         The parent is the span in *header*, the request's `traceparent`. Without a valid *header*, the parent id is
-        None. The span of a sampled request is then derived from *request_id*, so that another call returns the same
-        span. If *request_id* is empty, the span is random.
+        None, and the span of a sampled request is computed from *request_id*. A second call for the same request then
+        returns the same span. If *request_id* is empty, the span is random.
         """
         parent = TraceContext.of(header)
         if parent is None:
@@ -58,16 +58,16 @@ class Tracer:
         self.end_request(record, *self.begin(record.traceparent, record.request_id))
 
     def end_request(self, record: RequestRecord, span: TraceContext, parent_id: str | None) -> None:
-        """Send the spans of a finished request, if it is traced. *span* and *parent_id* come from `begin`."""
+        """Send the spans of a finished request, if it is traced. `begin` returned its *span* and *parent_id*."""
         if span.is_sampled:
             self._sender.send(partial(spans_of, record, span, parent_id))
 
     def on_part(
         self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """Send one more span of a request that has no `traceparent`, if the request is traced.
+        """Send the span of one part of a request, if the request is traced. The request must have no `traceparent`.
 
-        The span becomes a child of the request's root span.
+        The span becomes a child of the request's root span, whose id is computed from *request_id*.
         """
         root = self._of_request(request_id)
         if root.is_sampled:
@@ -78,7 +78,7 @@ class Tracer:
         self._sender.close()
 
     def _of_request(self, request_id: str) -> TraceContext:
-        """Return the root span of a request's own trace, computed from *request_id*; random if the id is empty."""
+        """Return the root span of a request without `traceparent`, computed from *request_id* unless that is empty."""
         if not self._sample or not request_id:
             return TraceContext.root(self._is_chosen())
         digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=32).digest()

@@ -20,10 +20,10 @@ DISK = "disk"  # the name of kvtier's one L2
 
 @dataclass(frozen=True, slots=True)
 class LowerNumbers:
-    """The statistics of host memory and disk, of an engine or a sidecar, from which metrics are filled.
+    """The statistics of an engine or a sidecar from which LMCache's metrics of host memory and disk are filled.
 
-    *tokens* counts the tokens of all lookups. *num_loaded* and *num_stored* are blocks that engines have loaded and
-    stored.
+    *tokens* counts the tokens of all lookups. *num_loaded* and *num_stored* are the numbers of blocks that engines have
+    loaded and stored.
     """
 
     model_name: str  # "" if several models are served, because clients must not choose labels
