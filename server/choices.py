@@ -42,11 +42,12 @@ async def generate(
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Generate all *choices*, and yield their pieces until the last choice has ended.
 
-    *choices* has one list for each prompt. The first choice in the list computes the prompt. The others start after its
-    first token, so that they hit the prompt's cached blocks. They also get the prompt's log probabilities from it.
+    *choices* has one list for each prompt. The first choice of a list computes the prompt. The other choices of the
+    list start after the first choice's first token, so that they hit the prompt's cached blocks. They also get the
+    prompt's log probabilities from the first choice.
 
-    If there are several choices, the request id of each is the caller's id, a hyphen and the choice's index. Closing
-    the iterator ends all choices. If one choice fails, all choices end, and its error is raised.
+    With several choices, each has its own request id: the caller's id, a hyphen and the choice's index. Closing the
+    iterator ends all choices. If one choice fails, all choices end, and its error is raised.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -90,6 +91,6 @@ async def generate(
 
 
 def _scored(piece: StreamChunk, scores: Scores) -> StreamChunk:
-    """Return *piece* with *scores*, the prompt's log probabilities, which the prompt's first choice computed."""
+    """Return *piece* with *scores*, the log probabilities of the prompt that another choice has computed."""
     done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
     return replace(piece, completion=done, prompt_logprobs=scores)

@@ -80,10 +80,10 @@ class CompletionReply:
         finish_reason: str | None,
         of_prompt: Sequence[TokenLogprobs | None],
     ) -> CompletionChoice:
-        """Return a choice with all of its text, or with the *text* of its next piece in a stream.
+        """Return a whole choice or, in a stream, the next piece of a choice.
 
-        If the request sets *echo*, the choice's first piece begins with the prompt. *of_prompt* has the log
-        probabilities of the prompt's tokens.
+        If the request sets *echo*, the prompt precedes the choice's text. *of_prompt* has the log probabilities of the
+        prompt's tokens.
         """
         scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
         if self._asked.echo and index not in self._begun:

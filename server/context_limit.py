@@ -9,8 +9,8 @@ from kvtier.engine.async_llm import AsyncLLM
 class ContextLimit:
     """The maximum number of tokens of a prompt and its continuation together.
 
-    It is the model's context length, or the number of tokens that fit in device memory if that is smaller. Error
-    messages about too long prompts begin with its `str`.
+    It is the smaller of the model's context length and the number of tokens that fit in device memory. `str(limit)` is
+    the beginning of error messages about too long prompts.
     """
 
     num_tokens: int

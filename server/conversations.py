@@ -1,4 +1,4 @@
-"""Conversations: finds recent chats with the same messages, even if the chat template rendered them differently."""
+"""Conversations: finds recent chats that began with the same message, even if they were rendered differently."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -14,10 +14,10 @@ _DIGEST_BYTES = 16
 
 
 class Conversations:
-    """An index of recent chat requests, which finds earlier requests of the same conversation.
+    """An index of recent chat requests, to find other requests of the same conversation.
 
-    It maps digests of a request's first message and of all its messages to request ids, and stores no text. Owned by
-    the event loop.
+    It maps two digests of each request to the request's id: that of the first message, and that of all messages. It
+    stores no text. Owned by the event loop.
     """
 
     def __init__(self) -> None:

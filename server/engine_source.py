@@ -65,7 +65,7 @@ class EngineSource:
     async def own(self, group: str | None) -> Mapping[str, object]:
         """Return the newest documents of the tenant *group*, and the slowest requests.
 
-        If tenants are isolated from each other, only the slowest requests of *group* are returned.
+        If tenants are isolated from each other, the requests are only those of *group*.
         """
         service = self._service
         documents = service.documents.of(group)

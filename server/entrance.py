@@ -12,11 +12,11 @@ from kvtier.web.operating.routes import Operating
 
 
 class Entrance:
-    """The server's state that exists before and after the model is loaded. Owned by the event loop.
+    """The part of the server's state that does not need the model. Owned by the event loop.
 
-    `LoadingApp` and `ServingApp` share it. *keys* are the accepted API keys, which `HttpServer.replace_keys` may
-    replace; None accepts requests without a key. *operating* carries out operators' requests, such as evicting blocks;
-    None disables them. *tracer* sends a span of each request; None disables tracing.
+    `LoadingApp` and `ServingApp` share it. *keys* are the accepted API keys; None: requests need no key. *operating*
+    carries out operators' requests, such as evicting blocks; None disables them. *tracer* sends a span of each request;
+    None disables tracing.
     """
 
     def __init__(

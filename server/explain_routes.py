@@ -114,7 +114,7 @@ async def _pasts(service: Service, request_id: str, tenant: str | None) -> Seque
 
 
 async def _explained(service: Service, pasts: Sequence[Past], request_id: str, tenant: str | None) -> list[Explanation]:
-    """Return an explanation of each past request. The slow part does not run in the engine's thread."""
+    """Return an explanation of each past request. Most of the work runs outside the engine's thread."""
     alike, found = service.conversations.alike(request_id), []
     for past in pasts:
         evidence = await service.llm.ask(lambda core, past=past: core.explainer.evidence(past, alike))  # type: ignore[misc]
@@ -125,9 +125,9 @@ async def _explained(service: Service, pasts: Sequence[Past], request_id: str, t
 async def _token_ids(
     service: Service, asked: ExplainRequest, tenant: str | None
 ) -> tuple[Sequence[int], ExplainRequest]:
-    """Return the token ids of the prompt, and *asked* with each named document replaced by its text.
+    """Return the token ids of the prompt, and *asked* with the texts of stored documents instead of their ids.
 
-    A request without a cache_salt gets that of its first document.
+    If *asked* has no cache_salt, it gets that of its first document.
     """
     llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)

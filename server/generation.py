@@ -58,7 +58,7 @@ MAX_TRUNCATION_FACTOR = 8  # a prompt to truncate may be this many times its lim
 class PromptKeeper:
     """An object that pins a request's prompts in host memory while the answer is generated. Owned by one request.
 
-    It records in *usage* whether the prompts are pinned. *lora* and *cache_salt* go into their blocks' hashes.
+    It records in *usage* whether the prompts are pinned. Their blocks are hashed with *lora* and *cache_salt*.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PromptKeeper:
     async def pinned(
         self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
     ) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*. Pin the prompt of each choice in *prompts* for *ttl_s* seconds before its last piece.
+        """Yield *pieces*. Before a choice's last piece, pin the choice's prompt for *ttl_s* seconds.
 
         *prompts* maps the index of a choice to the token ids of its prompt.
         """
@@ -147,7 +147,7 @@ class Generation:
             facts_of(scope).client_left = True
 
     async def num_tokens(self, tenant: str | None) -> int:
-        """Return the number of tokens of all prompts together; raise ApiError 400 as `_prompts` does."""
+        """Return the number of tokens of all prompts together; raise ApiError 400 if they are invalid or too long."""
         with self._api_errors():
             llm = self._service.llm
             prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
@@ -200,17 +200,18 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """Return the options for the engine. With several tenants, the engine gets priority 0 for all requests.
+        """Return the options for the engine.
 
-        The server's queue (`WaitingRoom`) still uses the request's priority.
+        With several tenants, all requests get priority 0 in the engine, so that no tenant overtakes another. The
+        server's queue (`WaitingRoom`) uses the priority to order the requests of one tenant.
         """
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
-        """Return the tokenized prompts; raise ApiError 400 for unknown token ids, or if a text is too long.
+        """Return the tokenized prompts; raise ApiError 400 for an unknown token id, or for a text that is too long.
 
-        Too long texts are mostly found without tokenizing all of them. `_choices` finds the others.
+        A text that is far too long is not tokenized to its end. `_choices` makes the exact check.
         """
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         max_prompt = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
@@ -250,7 +251,7 @@ class Generation:
         return groups
 
     def _max_new_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate: that of the request, or of the model's defaults if smaller.
+        """Return the maximum number of tokens to generate: the smaller of the request's and the model's limit.
 
         *room* is the number of tokens that the context has left after the prompt.
         """
@@ -347,7 +348,8 @@ class Generation:
     async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
         """Return the result of *write*, which writes a part of the answer.
 
-        If the answer covers the prompt, *write* may be slow, so it runs in a tokenizer's thread.
+        If the answer contains the prompt or its log probabilities, *write* may be slow, so it runs in a tokenizer's
+        thread.
         """
         if not self._asked.covers_prompt:
             return write()
@@ -369,7 +371,7 @@ def _joined_events(reply: Reply, index: int, piece: StreamChunk) -> bytes:
 
 
 def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
-    """Return how the answer to a request may call tools; raise `InvalidParameter` for an invalid schema or grammar."""
+    """Return whether and how the answer may call tools; raise `InvalidParameter` for an invalid schema or grammar."""
     if isinstance(asked, ChatRequest):
         return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
     return ToolUse((), "none", False, form, asked.structured)

@@ -88,8 +88,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The object `stream_options` of a request.
 
     With *include_usage*, the last chunk has the token usage. With *continuous_usage_stats* in addition, each chunk has
-    the usage so far. *include_obfuscation* pads chunks, which hides the lengths of tokens from eavesdroppers.
-    Unlike in OpenAI's API, it is off by default, because a loopback connection has no eavesdroppers.
+    the usage so far. *include_obfuscation* pads chunks, to hide the lengths of tokens from eavesdroppers. Its default
+    is false, unlike in OpenAI's API, because a loopback connection has no eavesdroppers.
     """
 
     include_usage: bool = False
@@ -114,11 +114,10 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of completions and chats. A parameter that is left out gets the model's default, or else OpenAI's.
 
-    OpenAI's API does not have the following parameters: *cache_salt*, *priority* (lower is more urgent),
-    *truncate_prompt_tokens* (use only this many of a prompt's last tokens; -1: as many as fit), *kvtier*, and vLLM's
-    *top_k*, *min_p*, *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*,
-    *prompt_logprobs*, *structured_outputs* and its predecessors *guided_json*, *guided_regex*, *guided_choice* and
-    *guided_grammar*.
+    OpenAI's API does not have *kvtier*, nor these parameters of vLLM: *cache_salt*, *priority* (lower is more urgent),
+    *truncate_prompt_tokens* (number of tokens to use from the prompt's end; -1: as many as fit), *top_k*, *min_p*,
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
+    *structured_outputs*, and the older *guided_json*, *guided_regex*, *guided_choice* and *guided_grammar*.
     """
 
     model: str
@@ -155,7 +154,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: stream is false; set stream to true, or leave stream_options out")
         if self.stream and self.prompt_logprobs is not None:  # as in vLLM
-            raise ValueError("prompt_logprobs: not available in a stream; set stream to false, or set echo to true")
+            raise ValueError("prompt_logprobs: not available in a stream; leave it out, or set stream to false")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
             raise ValueError("truncate_prompt_tokens: cannot be combined with kvtier.document; leave one of them out")
 
@@ -170,7 +169,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         raise NotImplementedError
 
     def truncated_length(self, limit: int) -> int | None:
-        """Return the number of tokens at the end of a prompt to use; None: all. -1 in the request means *limit*."""
+        """Return how many tokens to use from the end of a prompt; None: all. If the request says -1, return *limit*."""
         asked = self.truncate_prompt_tokens
         return limit if asked == -1 else asked or None
 

@@ -16,8 +16,8 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
     """Return the chat with each document id in its messages replaced by the document's text.
 
-    A chat without a cache_salt gets that of its first document, because the chat could not hit the document's cached
-    blocks otherwise. Raises ApiError 404 for a document that the tenant does not have.
+    A chat without a cache_salt gets that of its first document, so that it hits the document's cached blocks. Raises
+    ApiError 404 for a document that the tenant does not have.
     """
     if asked.kvtier.document is not None:
         message = (

@@ -1,4 +1,4 @@
-"""OperatedEngine: carries out operators' commands (verbs), such as reset, evict and pin, on a server's engine."""
+"""OperatedEngine: carries out operators' commands, such as reset, evict and pin, on a server's engine."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class OperatedEngine:
-    """The implementation of operators' commands for the engine of a server (`Operated`). Owned by the event loop.
+    """The implementation of operators' commands (`Operated`) for a server's engine. Owned by the event loop.
 
     The engine's thread carries out each command in parts, between the engine's steps.
     """
@@ -57,7 +57,7 @@ class OperatedEngine:
         return await self._purged(order)
 
     async def spill(self, asked: Spill) -> Answer:
-        """Copy all blocks that have no copy in a lower tier to the lower tiers, and wait for the copies."""
+        """Copy each block that has no copy in a lower tier, and wait for the copies."""
         if not all(await self._ask(lambda core: core.cache.lower.status.num_slots)):
             raise ApiError(409, "there is no tier below the device; set host.capacity", code="no_tier")
         give_up_at = time.monotonic() + asked.seconds
@@ -148,7 +148,7 @@ class OperatedEngine:
         return answer
 
     async def _whole(self, pin: CachePin) -> None:
-        """Wait up to `COMING_S` seconds until host memory has all of the pin's blocks that any tier has."""
+        """Wait until host memory has all blocks of the pin that any tier has, but at most `COMING_S` seconds."""
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:

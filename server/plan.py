@@ -88,7 +88,7 @@ class ServerPlan:
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
     """Return the plan of a server for *model* with *config* and the API *keys*.
 
-    Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if its KV cannot be paged.
+    Raises ValueError if the model has no readable configuration, and `UnsupportedModel` if kvtier cannot serve it.
     """
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()

@@ -21,7 +21,7 @@ PADDED_BYTES = 32  # a token has up to about 20 bytes, so the chunks of nearly a
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete choice of an answer. *index* is its place among the choices."""
+    """A whole choice, for an answer without a stream. *index* is its place among the choices."""
 
     index: int
     completion: Completion
@@ -34,7 +34,7 @@ class Reply(Protocol):
         """Return the whole answer, for a request without a stream."""
 
     def events(self, index: int, piece: StreamChunk) -> Iterator[bytes]:
-        """Yield the stream's events for a *piece* of the choice at *index*; none if the piece adds nothing."""
+        """Yield the events that send a *piece* of the choice at *index*. There are none if the piece is empty."""
 
     def last_events(self) -> Iterator[bytes]:
         """Yield the events at the end of a stream."""
@@ -63,14 +63,14 @@ class Envelope:
 
 
 class CountedTokens:
-    """A counter of the tokens of each choice of a stream so far. Owned by one reply."""
+    """A counter of the tokens so far in each choice of a stream. Owned by one reply."""
 
     def __init__(self) -> None:
         self._num_prompt: dict[int, int] = {}
         self._num_generated: Counter[int] = Counter()
 
     def begin(self, index: int, piece: StreamChunk) -> None:
-        """Record the prompt length of the choice at *index*, which any *piece* of the choice contains."""
+        """Record the length of the choice's prompt, which every *piece* of the choice repeats."""
         self._num_prompt[index] = piece.tokens.num_tokens
 
     def add(self, index: int, piece: StreamChunk) -> None:
@@ -90,11 +90,11 @@ class CountedTokens:
 
 
 def chunk_fields(options: StreamOptions, text: object, logprobs: object, usage: Mapping[str, int]) -> dict[str, object]:
-    """Return the further fields of a chunk with a choice: `usage` and `obfuscation`, if *options* ask for them.
+    """Return `usage` and `obfuscation` for a chunk that has a choice, if *options* ask for them.
 
-    `usage` is null unless *options* ask for *usage* in every chunk. `obfuscation` is 1 to 32 random characters, which
-    pad *text* (or tool calls) and *logprobs* to a multiple of 32 bytes of JSON. So the size of an encrypted chunk does
-    not reveal the length of its token.
+    `usage` is null unless *options* ask for it in every chunk. `obfuscation` is 1 to 32 random characters. They pad
+    *text* (or tool calls) and *logprobs* to a multiple of 32 bytes of JSON. So the size of an encrypted chunk does not
+    reveal the length of its token.
     """
     so_far = usage if options.continuous_usage_stats else None
     fields: dict[str, object] = {"usage": so_far} if options.include_usage else {}

@@ -19,7 +19,7 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object `json_schema` of OpenAI's `response_format`. The model sees neither *name* nor *description*."""
+    """The object `json_schema` of OpenAI's `response_format`. *name* and *description* have no effect."""
 
     name: str
     schema: dict[str, Any] = {}

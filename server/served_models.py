@@ -32,7 +32,7 @@ class ServedModels:
             return model
         there = ", ".join([self.name, *self.adapters])
         raise ApiError(
-            404, f"there is no model of that name here; use one of {there}", code="model_not_found", param="model"
+            404, f"the server has no model of that name; use one of {there}", code="model_not_found", param="model"
         )
 
     def routes(self) -> list[Route]:

@@ -150,10 +150,10 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how much of the host tier's memory is prepared: allocated and, with CUDA, page-locked. End when all is.
+        """Log how much of the host tier's memory is prepared, until all of it is.
 
-        Preparing can take longer than loading the model. With a sidecar, return at once, because its memory may
-        come and go while the server runs.
+        Memory is prepared when it is allocated and, with CUDA, page-locked. This can take longer than loading the
+        model. With a sidecar, nothing is logged, because the sidecar may come and go while the server runs.
         """
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
@@ -206,7 +206,7 @@ async def load_app(
         tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
         traits = await llm.with_tokenizer(partial(TemplateTraits.of, has_tools=False))
         for role in sorted(traits.lost_roles):
-            log.warning("chat template: drops the text of messages with the role %s", role)
+            log.warning("chat template: drops messages with the role %s, so the model does not see them", role)
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()
@@ -222,7 +222,7 @@ async def load_app(
 
 
 def process_age_s(stat: Path = _STAT) -> float:
-    """Return the seconds since the process started, or since this module was imported if *stat* cannot be read."""
+    """Return the age of the process in seconds. If *stat* cannot be read, count from the import of this module."""
     try:
         # Split only the fields from the third on, because the second field, the process's name, may contain spaces.
         fields = stat.read_text().rpartition(")")[2].split()

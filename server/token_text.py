@@ -45,14 +45,14 @@ class TokenText:
         return None if None in values else bytes(value for value in values if value is not None)
 
     def name_of(self, token_id: int) -> str:
-        """Return the name of a token in log probabilities: its text, or `bytes:…` if it is a part of a character."""
+        """Return the text of a token, or `bytes:…` with its bytes if it is only a part of a character."""
         text, content = self.of(token_id), self.bytes_of(token_id)
         if _PART_OF_A_CHARACTER not in text or content is None:
             return text
         return "bytes:" + "".join(f"\\x{value:02x}" for value in content)
 
     def of_prompt(self, prompt: Prompt) -> str:
-        """Return the prompt's text as the client sent it, or else decoded from its tokens."""
+        """Return the prompt's text as the client sent it. If it was not sent as text, decode its tokens."""
         if prompt.text is not None:
             return prompt.text
         text = self._tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False)
@@ -80,8 +80,8 @@ def finite(logprob: float) -> float:
 def prompt_logprobs(told: Sequence[TokenLogprobs | None], num_top: int, text: TokenText) -> PromptLogprobs:
     """Return the log probabilities of a prompt's tokens in vLLM's format.
 
-    Each item of the list is for one token. It maps token ids to log probabilities: of the token itself, and of the
-    *num_top* likeliest tokens at its position. The item is None if the token has no log probabilities.
+    The list has one item for each token of the prompt. An item maps token ids to log probabilities: those of the token
+    itself, and of the *num_top* likeliest tokens at its position. It is None for a token without log probabilities.
     """
     return [None if item is None else _of_token(item, num_top, text) for item in told]
 

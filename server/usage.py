@@ -28,7 +28,7 @@ class Usage:
     left_out: Sequence[str] = ()  # keywords of the request's schemas that are not enforced
 
     def note_pinned(self, has_room: bool) -> None:
-        """Record whether a prompt, or every prefix that the request asks to keep, could be pinned."""
+        """Record whether the cache had room to pin a prompt, or all prefixes that the request asks to keep."""
         self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:

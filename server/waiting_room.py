@@ -122,7 +122,7 @@ class WaitingRoom:
         """Reject every request that the engine has not started, with the error that *refusal* returns.
 
         Such a request has no turn yet, or all of its prompts still wait in the engine. *in_engine* lists the prompts
-        that wait there, as the same objects as in `Visit.prompts`.
+        that wait there. They are compared with `Visit.prompts` by identity, not by value.
         """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
@@ -183,7 +183,7 @@ class WaitingRoom:
 
 
 class _Pace:
-    """The rate at which completions of one tenant leave the room, over the time in which the tenant has any."""
+    """The rate at which a tenant's completions leave the room, not counting the times when none are inside."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

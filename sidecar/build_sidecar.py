@@ -49,8 +49,8 @@ def build_sidecar(
         config: The sidecar's configuration.
         make_endpoints: Creates the sockets at which engines attach.
         progress: Called with a line of text about each slow step.
-        left: File descriptor of a segment (shared memory) that a previous process may have left. It is reused if
-            possible, and closed otherwise.
+        left: File descriptor of the previous process's segment (shared memory), if there is one. The segment is
+            reused if possible. Otherwise, the descriptor is closed.
 
     Raises:
         OSError: A part of the sidecar cannot be created. The message says what to do.
@@ -133,7 +133,9 @@ def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Ca
         if not why:
             progress(f"host memory: {name_of(left)} of the previous process is taken over, without its content")
         else:
-            log.warning("host: the previous process's shared memory is not taken over: %s", why)
+            log.warning(
+                "host: the previous process's shared memory is not taken over: %s; new memory is allocated", why
+            )
             discard_handover(left)
             left = None
     if left is None:

@@ -64,7 +64,9 @@ class SocketConfig(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
-            raise ValueError(f"path {self.path}: a Unix socket's path has at most {_MAX_PATH_BYTES} bytes")
+            raise ValueError(
+                f"path {self.path}: a Unix socket's path has at most {_MAX_PATH_BYTES} bytes; choose a shorter path"
+            )
 
 
 def default_socket(environment: Mapping[str, str]) -> str | None:
@@ -80,8 +82,8 @@ def default_socket(environment: Mapping[str, str]) -> str | None:
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
     """`[models."NAME"]`: identifies the weights of the model NAME, so that no KV of other weights is reused.
 
-    Exactly one of the two keys must be given. *path* is the folder or file of the weights. The sidecar computes its
-    digest at the start. *revision* is any text that changes when the weights do.
+    Give either *path*, the folder or file of the weights, or *revision*, any text that changes when the weights do.
+    From the files at *path*, the sidecar computes a digest when it starts.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -142,10 +144,10 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
 class SidecarConfig(Table, frozen=True, kw_only=True):
     """The sidecar's whole configuration.
 
-    Host memory is divided into extents of *extent* bytes. At any time, all chunks in an extent have the same layout,
-    which is the model and the format of its KV. No chunk may be larger than an extent.
+    Host memory is divided into extents of *extent* bytes. At any time, all chunks in an extent have the same model and
+    KV format. No chunk may be larger than an extent.
 
-    On exit, the sidecar spends at most *drain_s* seconds on writing to disk what is only in host memory.
+    On exit, the sidecar writes chunks that are only in host memory to disk, for at most *drain_s* seconds.
     """
 
     host: HostConfig = HostConfig()
@@ -175,7 +177,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
 
 def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:
-    """Return the configuration in the TOML file *source*. The keys in the tables *given* override those in the file.
+    """Return the configuration in the TOML file *source*. The settings in *given* override those in the file.
 
     Raises `ConfigError` for an unknown key or an invalid value.
     """

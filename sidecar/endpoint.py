@@ -10,7 +10,7 @@ from kvtier.tiers.lower.statistics import TokenBalance
 
 
 class LeaseUse(StrEnum):
-    """Reason why chunks are leased, which protects them from eviction."""
+    """Reason why chunks are leased. Leased chunks are not evicted."""
 
     PROMISED = "promised"  # reported to the client as a hit
     READ = "read"  # the client copies them out of host memory now
@@ -47,7 +47,7 @@ class AttachedClient:
 class ConnectorCounts:
     """Totals of one endpoint since the sidecar's start, mostly counts of blocks (chunks, with LMCache).
 
-    Each mapping has a fixed set of keys, so clients cannot create labels of metrics.
+    The keys of each mapping become labels of metrics. The set of keys is fixed, so clients cannot create labels.
     """
 
     kind: str  # such as "lmcache"

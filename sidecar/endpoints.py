@@ -29,9 +29,9 @@ def endpoints_of(
 ) -> MakeEndpoints:
     """Return the function with which `build_sidecar` creates the configured endpoints.
 
-    *weights* maps models to a digest or revision of their weights. *listener* gets the name of an endpoint, such as
-    `LMCACHE`, and a URL. It returns a socket that listens at the URL. The returned function raises OSError if an
-    address is not available.
+    *weights* maps models to a digest or revision of their weights. *listener* opens a socket, given the name of its
+    endpoint, such as `LMCACHE`, and the URL to listen at. If an address is not available, the returned function raises
+    OSError.
     """
 
     def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Endpoint]:

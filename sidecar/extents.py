@@ -26,14 +26,17 @@ class Extents:
     """The extents of the segment (the shared host memory), and the holder of each extent.
 
     A holder that needs memory gets an unused extent. If there is none, it gets the least recently used extent of
-    another holder. But if its own `oldest_extent` was used even less recently, it gets none, and must evict its own
+    another holder, unless its own `oldest_extent` has been unused for longer. In that case, it must evict its own
     chunks. Owned by the sidecar's thread.
     """
 
     def __init__(
         self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
     ) -> None:
-        """Create extents without holders. The extents *left_out* are never used."""
+        """Create extents without holders.
+
+        The extents *left_out* are never used, because engines may still copy from or to them.
+        """
         self.extent_bytes = extent_bytes
         self._left_out = left_out
         self._segment = segment

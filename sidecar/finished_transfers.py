@@ -1,4 +1,4 @@
-"""FinishedTransfers: a queue of finished transfers with a descriptor, to wait for transfers and sockets together."""
+"""FinishedTransfers: a queue of finished transfers that a thread can wait for together with sockets."""
 
 import os
 import queue
@@ -12,7 +12,7 @@ _ONE = (1).to_bytes(8, sys.byteorder)  # an increment for eventfd(2)
 
 
 class FinishedTransfers(queue.SimpleQueue[Transfer]):
-    """A queue of finished transfers. Its descriptor *file* is readable from each `put` until the next `reset`."""
+    """A queue of finished transfers. The descriptor *file* is readable from each `put` until the next `reset`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inherited: file descriptors from systemd, which are listening sockets or were kept for this process."""
+"""Inherited: file descriptors that systemd passes to this process, such as listening sockets."""
 
 import logging
 import os
@@ -23,9 +23,9 @@ class Inherited:
     """
 
     def __init__(self, environment: MutableMapping[str, str], first: int = FIRST) -> None:
-        """Take the descriptors that the variables `LISTEN_*` name, and remove these variables from *environment*.
+        """Take the descriptors that the variables `LISTEN_*` describe, and remove these variables from *environment*.
 
-        If the variables are meant for another process, no descriptor is taken. *first* is the number of the first one.
+        No descriptor is taken if the variables are for another process. *first* is the number of the first descriptor.
         """
         self._files: dict[str, list[int]] = {}
         pid, number, names = (environment.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
@@ -59,7 +59,7 @@ class Inherited:
         if found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return found
         found.close()
-        log.warning("systemd: the socket %r is not a listening stream socket, and was closed", name)
+        log.warning("systemd: the socket %r is not a listening stream socket, and was closed; use ListenStream=", name)
         return None
 
     def close(self) -> None:

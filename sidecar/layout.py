@@ -55,7 +55,7 @@ class Layout(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Digest of the layout, 16 bytes. On disk, it separates the blocks of this layout from others (namespace)."""
+        """Digest of the layout, 16 bytes. It is the namespace of the layout's blocks on disk."""
 
     @property
     def groups(self) -> Sequence[BlockGroup]:

@@ -19,10 +19,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason
 
 
 class LeasedSlots:
-    """The `Holder` of one group's extents, which keeps the group's `LocalTiers` within these extents.
+    """The `Holder` of one group's extents, which keeps the group's blocks within these extents.
 
-    The `LocalTiers` could put blocks into all slots of the segment. So this class leases every slot that does not lie
-    completely in one of the group's extents.
+    By themselves, `LocalTiers` put blocks into any slot of the segment. So this class leases every slot that does not
+    lie completely in one of the group's extents.
     """
 
     def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
@@ -94,8 +94,8 @@ class LayoutTiers:
     def room_for(self, group_id: int, places: Places) -> int:
         """Make room in host memory to fetch chunks, which were just found at *places*.
 
-        Returns how many of the chunks fit, counted from the first. The caller fetches only these. Reading them may
-        evict the later ones.
+        Returns how many of the chunks fit, counted from the first. The caller must fetch only these, because reading
+        them may evict later chunks from host memory.
         """
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))
@@ -116,7 +116,7 @@ class LayoutTiers:
         on_fetched: OnFetched,
         priority: ReadPriority,
     ) -> LocalFetch:
-        """Make room for any blocks, which `LowerTiers.find` has just found at *places*, and fetch them."""
+        """Make room for blocks that `LowerTiers.find` has just found at *places*, and fetch them."""
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
@@ -197,7 +197,7 @@ class LayoutTiers:
 
     @property
     def num_unsaved(self) -> int:
-        """Number of chunks that are only in host memory, and are to be written to disk."""
+        """Number of chunks that must still be written to disk, because they are only in host memory."""
         progress = self.tiers.status.spill_progress()
         return progress.num_left if progress.has_target else 0
 

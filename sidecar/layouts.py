@@ -64,9 +64,9 @@ class Layouts:
     ) -> None:
         """Create an empty collection of layouts.
 
-        *opening* returns the number of the store's current opening, see `DiskTier`. *quotas* limits the bytes of host
-        memory that a tenant may use in each layout. *make_remote* returns the remote tier for a layout's digest, or
-        None.
+        *opening* returns 0 while the store is closed, and otherwise a number that grows each time it is opened.
+        *quotas* limits the bytes of host memory that a tenant may use in each layout. *make_remote* returns the remote
+        tier for a layout's digest, or None.
 
         *ledger* records the clients' leases for the next process. *seen* is a file in which past lookups are saved for
         the next process. *records* receives the lookups of engines. *tracer* receives the loads of engines and the
@@ -139,7 +139,7 @@ class Layouts:
         return self.explainer
 
     def close(self) -> None:
-        """End the quarantine, export the last tracing spans, and save past lookups for later explanations."""
+        """End the leases in quarantine, export the last tracing spans, and save past lookups for later explanations."""
         self.quarantine.close()
         for layout_tiers in self:
             layout_tiers.trace_spills()
@@ -154,7 +154,7 @@ class Layouts:
 
     @property
     def num_unsaved(self) -> int:
-        """Number of chunks that are only in host memory, and are to be written to disk."""
+        """Number of chunks that must still be written to disk, because they are only in host memory."""
         return sum(tiers.num_unsaved for tiers in self)
 
     @property
@@ -171,10 +171,10 @@ class Layouts:
             layout_tiers.clear()
 
     def purge(self, order: PurgeOrder) -> CachePurge:
-        """Return a purge, which carries out an operator's request to evict blocks; see `TieredCache.purge`.
+        """Return a purge that carries out *order*, an operator's request to evict blocks; see `TieredCache.purge`.
 
-        If *order* limits the amount to evict from host memory, it is divided among the layouts in proportion to their
-        host memory. The disk is purged as a whole, because all layouts share it.
+        A limit on the amount to evict from host memory is divided among the layouts in proportion to their host memory.
+        The disk is purged as a whole, because all layouts share it.
         """
         meant = [
             tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)

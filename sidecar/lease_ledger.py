@@ -66,7 +66,7 @@ def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
 
 
 def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
-    """Return why the segment in *file* cannot be taken over with these extents, or an empty text if it can."""
+    """Return why the segment in *file* cannot be reused with extents of this size and number; empty if it can."""
     num_bytes = extent_bytes * num_extents
     if os.fstat(file).st_size != num_bytes + ledger_bytes(num_extents):
         return "its size differs from what host.capacity and extent specify"

@@ -73,7 +73,7 @@ class PinnedChunks:
         return self.tiers.num_clears != self._num_clears
 
     def leases(self, since: float) -> Iterator[Lease]:
-        """Yield the current leases of each group."""
+        """Yield the current leases of each group, which began at the time *since*."""
         for group_id, fetch in enumerate(self._fetches):
             yield Lease(LeaseUse.PINNED, group_id, int((fetch.slots != ABSENT).sum()), since)
 

@@ -32,7 +32,7 @@ class Framing(Protocol[_M_co]):
 
     @property
     def num_held_bytes(self) -> int:
-        """Number of received bytes that are kept because their message is not complete yet."""
+        """Number of received bytes whose messages have not been returned yet."""
 
     @property
     def has_more(self) -> bool:
@@ -83,8 +83,8 @@ class Port(Generic[_M]):
     this module bound the memory of a `Port`. A client that sends invalid data or exceeds a limit loses its connection;
     other clients are not affected.
 
-    Only processes of the users *allowed_uids* may connect to a Unix socket, by default only those of this process's
-    own user.
+    Only processes of the users in *allowed_uids* may connect to a Unix socket. By default, this is the user of this
+    process.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
-    """Return the callback for `Sidecar.run`, which logs faults and notifies the service manager."""
+    """Return a callback for `Sidecar.run` that logs faults, and tells the service manager that the sidecar is alive."""
     fault_log = FaultLog(time.monotonic)
 
     def look(statistics: SidecarStatistics) -> None:

@@ -21,7 +21,7 @@ class Lifeline:
     """The connection of an ended session, kept open to detect when the client's processes have closed it or ended.
 
     The kernel reports the end of the connection when no process has the other end open any more. This works across pid
-    namespaces. A stopped process keeps its connection open.
+    namespaces. A process stopped by SIGSTOP keeps the connection open, so it does not count as ended.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -111,8 +111,8 @@ class Quarantine:
             endpoint: Prefix of the log lines.
             client: Client whose session has ended.
             holders: Returns the names of the processes that may still copy. It is called repeatedly until it returns
-                none.
-            let_go: Ends the leases. It is called at once if the client has no leases or no such process.
+                an empty sequence.
+            let_go: Ends the leases. It is called at once if there are no leases or no processes that may copy.
         """
         if not client.leases or not holders():
             let_go()

@@ -1,4 +1,4 @@
-"""SharedFetch: a fetch of chunks for a client, which count against the client's limit on host memory."""
+"""SharedFetch: a fetch for a client. Its chunks count against the client's limit on host memory."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,9 @@ class SharedFetch:
     ) -> None:
         """Start to fetch *blocks*. The caller has just made room for them with `LayoutTiers.room_for`.
 
-        *on_fetched* is called for each chunk that is not leased at once, unless the chunk is released first. Its
-        arguments are the chunk's place in *blocks*, and the reason if the chunk could not be fetched, else None.
+        Chunks that are in host memory may be leased when this returns. For every other chunk, *on_fetched* is called
+        later, unless the chunk has been released. The arguments are the chunk's index in *blocks*, and either None
+        or the reason why the chunk could not be fetched.
         """
         self._memory = tiers.memories[group_id]
         self._names = blocks.names

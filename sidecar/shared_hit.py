@@ -101,7 +101,7 @@ class SharedHit:
         return {group_id: names for group_id, names in found.items() if names}
 
     def within_room(self) -> int:
-        """Make room in host memory for the hit, and return the length in chunks of its longest part that fits."""
+        """Make room in host memory for the hit, and return the length in chunks of its longest prefix that fits."""
         num_chunks = self.num_chunks
         while num_chunks:
             rooms = [

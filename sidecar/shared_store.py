@@ -1,4 +1,4 @@
-"""SharedStore: one store for the blocks of several layouts. Each layout learns which of its blocks were evicted."""
+"""SharedStore: one store for several layouts (models and KV formats). Each learns which of its blocks were evicted."""
 
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -8,11 +8,10 @@ from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
 class SharedStore:
-    """A store for several layouts, with one view for each layout (one namespace of keys).
+    """A store for several layouts. Each layout has its own namespace of keys, and a view for that namespace.
 
     Storing blocks of one layout may evict blocks of another, so each view collects the evicted keys of its namespace.
-    Transfer threads read and write through the views. The thread that owns the tiers calls `pop_evicted` and
-    `take_cleared`.
+    Transfer threads read and write through the views. The sidecar's thread calls `pop_evicted` and `take_cleared`.
     """
 
     def __init__(self, store: Records) -> None:
@@ -29,13 +28,13 @@ class SharedStore:
         return WholeStore(self, b"")
 
     def report_cleared(self, keys: Sequence[bytes]) -> None:
-        """Report *keys*, which an operator had deleted or evicted, to the views of their namespaces."""
+        """Report *keys*, which were deleted or evicted for an operator, to the views of their namespaces."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
     def split_evicted(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
-        """Return the *evicted* keys that belong to *namespace*, and report the others to the views of theirs."""
+        """Return the *evicted* keys of *namespace*, and report each other key to the view of its namespace."""
         own = []
         for key in evicted:
             if key.startswith(namespace):
@@ -85,8 +84,8 @@ class StoreView:
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """Evict records of all namespaces; see `Records.evict`.
 
-        Returns the evicted keys of this namespace only, but the bytes of all evicted records. The other keys are
-        reported to the views of their namespaces.
+        The result has only the evicted keys of this namespace, but counts the bytes of all evicted records. The other
+        keys are reported to the views of their namespaces.
         """
         evicted = self._store.evict(num_bytes, limit, tenant)
         return Evicted(self._shared.split_evicted(self._namespace, evicted.keys), evicted.num_bytes)

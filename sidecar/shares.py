@@ -51,9 +51,9 @@ class LeaseCounts:
         return gone
 
     def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
-        """Return for each place whether a lease on its slot would be the only one.
+        """Return for each chunk's place whether a lease on the chunk's slot would be the only lease on it.
 
-        True for a chunk that is in no slot, because it needs a new one.
+        True for a chunk without a slot, because that chunk needs a new slot.
         """
         are_new: npt.NDArray[np.bool_] = (places < 0) | (self._of(memory)[np.maximum(places, 0)] == 0)
         return are_new
@@ -100,11 +100,11 @@ class Share:
         return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """Return how many chunks of each entry of *wanted* the client may lease, counted from the entry's start.
+        """Return the largest n for which the client may lease the first n chunks of each entry of *wanted*.
 
-        *wanted* has one entry per group. An entry with fewer chunks than the result may be leased completely. Chunks
-        that the client has already leased cost nothing. A client without leases may always lease one chunk, unless
-        *part* limits the client.
+        *wanted* has one entry per group. An entry with fewer than n chunks may be leased completely. Chunks that the
+        client has already leased cost nothing. A client without leases may always lease one chunk, unless *part* limits
+        the client.
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
@@ -174,9 +174,9 @@ class Shares:
     7/8 of host memory. If n clients want as much as possible, each gets about 1/n. Some memory always stays free for
     the next client.
 
-    No lease is ended to make room for a new client. A client above its limit gets nothing more until some of its leases
-    have ended, and every lease ends. A client without leases takes nothing from the others. That matters because an
-    engine has several clients that lease in turns: a connection for its scheduler, and one for each worker.
+    No lease is ended to make room for a new client. A client above its limit gets nothing more until enough of its
+    leases have ended. A client without leases takes nothing from the others. That matters because an engine has several
+    clients that lease in turns: a connection for its scheduler, and one for each worker.
 
     The algorithm is "dynamic thresholds", by which the ports of a network switch share a buffer (Choudhury and Hahne,
     IEEE/ACM Transactions on Networking 6, 1998). Owned by the sidecar's thread.

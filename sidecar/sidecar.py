@@ -59,7 +59,7 @@ class DriveLife:
 
 
 class QueueFull(RuntimeError):
-    """Error of a call of `Sidecar.ask` while `MAX_QUESTIONS` questions are waiting for the sidecar's thread."""
+    """Error of `Sidecar.ask` if `MAX_QUESTIONS` questions are already waiting for the sidecar's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class Saving:
 class Sidecar:
     """The tiers of all layouts (see `Layout`), and the loop that serves engines from them.
 
-    The loop never blocks on a single disk access, engine or copy. It waits in one place for the engines' sockets and
-    for finished transfers together. Created by `build_sidecar`. `stop` may be called from any thread or signal handler.
+    The loop never blocks on a single disk access, engine or copy. A single `select` call waits for the engines'
+    sockets and for finished transfers. Created by `build_sidecar`. `stop` may be called from any thread or signal
+    handler.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Sidecar:
 
     @property
     def records(self) -> RecentRecords:
-        """Recent lookups of engines, from the endpoints that receive the prompts' tokens."""
+        """Recent lookups of engines. Only endpoints that receive the prompts' tokens record them."""
         return self.layouts.records
 
     def clients(self) -> list[AttachedClient]:
@@ -202,7 +203,7 @@ class Sidecar:
         self.layouts.open(layout).check()
 
     def check_endpoints(self) -> None:
-        """Raise AssertionError if the bookkeeping of an endpoint or of the pins is inconsistent."""
+        """Raise AssertionError if the bookkeeping of an endpoint or of the pins (see `Pins`) is inconsistent."""
         self.pins.check()
         for endpoint in self.endpoints:
             endpoint.check()

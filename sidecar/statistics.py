@@ -31,7 +31,7 @@ _WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 @dataclass(frozen=True, slots=True)
 class LayoutStatistics:
-    """State of one layout at one moment: its part of the shared host memory, and the chunks of all its ranks there."""
+    """State of one layout at one moment: its part of the shared host memory, and its chunks there, of all ranks."""
 
     layout: Layout
     held_bytes: int

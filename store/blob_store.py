@@ -14,9 +14,9 @@ MAX_KEY_BYTES = 511  # LMDB's limit; all stores share it, so that they are inter
 class Blob:
     """One block to store.
 
-    *raw* (contiguous, format B) stays the caller's memory, which must not change during the call. *digest* is
-    `record.digest` of these bytes, computed when they were produced. So a read also detects damage that they suffered
-    before they were written.
+    *raw* is a contiguous view of bytes in the caller's memory, which must not change during the call. *digest* is
+    `record.digest` of these bytes, computed when they were produced. So a read also detects damage that happened
+    before the bytes were written.
 
     *parent* is the key of the block before this one in the same prompt. It is b"" if there is no such block, or if
     eviction order does not matter. A block is evicted before its parent. *tenant* is the tenant (8 bytes) whose quota
@@ -44,7 +44,7 @@ class Evicted(NamedTuple):
     """Result of `Records.evict`: the evicted keys, and the bytes that became free."""
 
     keys: list[bytes]
-    num_bytes: int  # which the evicted records took of the capacity (`seal.charged_bytes`)
+    num_bytes: int  # bytes of the capacity that the evicted records took (`seal.charged_bytes`)
 
 
 class StoreFull(OSError):
@@ -89,8 +89,8 @@ class Records(Protocol):
         The oldest records are evicted first, so pass the last block of a prompt first. A key that already has a record
         is only touched (see `touch`). Raises ValueError and stores nothing if a single blob exceeds the capacity.
 
-        All blobs are stored, or none. But a call of more than `data_file.part_bytes` is split into parts, and each part
-        is stored completely or not at all. After an OSError, use `contains` to find out what was stored.
+        Blobs of up to `data_file.part_bytes` in total are all stored, or none is. Larger calls are split into parts,
+        and each part is stored completely or not at all. After an OSError, use `contains` to find out what was stored.
         """
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -111,7 +111,7 @@ class Records(Protocol):
         """Delete the records of *keys* and return how many were deleted. Records of their child blocks stay."""
 
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
-        """Evict the oldest records of *tenant* (b"": of all tenants) until *num_bytes* fewer are stored.
+        """Evict the oldest records of *tenant* (b"": of all tenants) to free *num_bytes* of the capacity.
 
         One call evicts at most *limit* records, so call again for the rest. The result has no keys only if no records
         are left. These evictions are not counted in the statistics.
@@ -135,8 +135,8 @@ class BlobStore(Records, Protocol):
 
     Eviction follows the CLOCK algorithm. Touching a record, or storing a child block of it, marks the record as
     recently used. Eviction takes the oldest record. If that record is marked, it loses its mark and becomes the newest
-    instead. A record is never evicted before the records of its child blocks, so eviction leaves no gap in a prefix. A
-    tenant never exceeds its quota: records of that tenant are evicted in the same order.
+    instead. A record is never evicted before the records of its child blocks, so eviction leaves no gap in a prefix. If
+    a tenant would exceed its quota, its own records are evicted, in the same order.
     """
 
     def contains(self, key: bytes) -> bool:

@@ -200,9 +200,9 @@ class SlabFile:
             os.close(self._direct)
 
     def _read_cached(self, outs: list[memoryview], at: int) -> int:
-        """Read from offset *at* what the page cache holds, without waiting for the disk. Return the number of bytes.
+        """Read the bytes from offset *at* on that are in the page cache. Return the number of bytes.
 
-        Reads from the disk too if the file system does not support such reads.
+        If the file system cannot read from the page cache alone, also read from the disk.
         """
         try:
             return os.preadv(self._file, outs, at, os.RWF_NOWAIT)

@@ -15,8 +15,8 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 class StoreSettings:
     """The arguments for opening an `LmdbStore`, so that it can be opened later or by another process.
 
-    *folder* is made absolute, because that process may have another working directory. *owner* is the pid of the
-    process for which the store is opened (None: the process that opens it).
+    *folder* is made absolute, because that process may have another working directory. *owner* is the pid
+    that the store's lock file names as its owner (None: the process that opens the store).
     """
 
     folder: Path

@@ -43,10 +43,10 @@ class CacheOptions:
     """Settings of a `TieredCache`."""
 
     retention_tokens: int | None = None  # see `Retention`
-    partial_blocks: bool = True  # whether to reuse the first tokens of a block that match
+    partial_blocks: bool = True  # whether to reuse a part of a block if only its first tokens match
     by_layers: bool = False  # whether host blocks may be loaded layer by layer (`Promotion.gate`)
-    # Minimum number of blocks next to be evicted that are kept clean (copied to a lower tier). More are kept clean if
-    # more are allocated during one copy. The default is one prefill chunk's worth of blocks.
+    # At least this many of the blocks to be evicted next are kept clean (copied to a lower tier). The number is higher
+    # if more are allocated during one copy. The default is one prefill chunk's worth of blocks.
     min_clean_ahead: int = 32
     # Whether to spill every block soon after it was computed, for other users of the lower tiers, instead of shortly
     # before its slot is needed.
@@ -60,7 +60,8 @@ class TieredCache:
     and `commit` while the request computes, and finally `release`. A failed, late or corrupt copy leads to a shorter
     prefix, never to an exception. One thread owns the cache. Only `wait`, `close` and `Drain.flush` wait for copies.
 
-    A block is *dirty* until it has been copied to a lower tier, and *clean* from then on. The life of a block:
+    A block is *leased* while requests use it, and then *free*. `commit` gives it a *name*, by which lookups find it. It
+    is *dirty* until it has been copied to a lower tier, and *clean* from then on. The life of a block in its slot:
 
         allocate          commit               release                     slot needed
         blank ----> computing ----> leased, named ----> free, named -------------------> gone, if nothing below has it
@@ -75,8 +76,8 @@ class TieredCache:
     `pins` (prefixes kept in host memory) and `drain` (copies before the process ends).
 
     An attention group is the set of layers that share one kind of attention and one block table. Each group has its own
-    block memory and block size. A name is the hash of a prefix of a prompt; there is one for every `block_size` tokens,
-    a number that divides the block sizes of all groups. A block has the name of the prefix that ends with the block.
+    block memory and block size. A block's name is the hash of its prompt up to the end of the block. A prompt has one
+    name for every `block_size` tokens, a number that divides the block sizes of all groups.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class TieredCache:
     ) -> None:
         """Create an empty cache.
 
-        *memories*, one per group, hold the device slots and the host slots that *lower* uses. *events* records blocks
-        that enter or leave the device. *planner* decides what is worth loading (None: everything). *spills* records
-        which blocks were copied from the device to host memory, and which were evicted before that.
+        *memories* are the device and host memory of each group; *lower* uses the same host memory. *events* records
+        blocks that enter or leave the device. *planner* decides what is worth loading (None: everything). *spills*
+        records which blocks were copied from the device to host memory, and which were evicted without a copy.
         """
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
@@ -136,7 +137,7 @@ class TieredCache:
         return self.lookups.lookup(chain, num_tokens)
 
     def make_room(self, hit: Hit) -> bool:
-        """Start spilling the dirty blocks that the hit would evict, and return whether to promote the hit now.
+        """Start spilling the dirty blocks that loading the hit would evict, and return whether to promote the hit now.
 
         Returns False if the caller should wait for these spills: call this method again after a `poll`. Promoting the
         hit without waiting is allowed, but loses the dirty blocks, because they have no other copy.
@@ -223,9 +224,9 @@ class TieredCache:
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
         """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
 
-        *tables* are the request's block tables. If another slot already holds a block of the same name, its bytes are
-        equal, so the table is changed to refer to that slot. *boundaries* are the token positions where later prompts
-        may resume; see `Retention.kept`.
+        *tables* are the request's block tables. If another slot already holds a block of the same name, the two blocks
+        have the same content, so the table is changed to refer to that slot. *boundaries* are the token positions where
+        later prompts may resume; see `Retention.kept`.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
@@ -245,8 +246,8 @@ class TieredCache:
         """Make a request's last, partial block available to later requests, which copy it. Call this before `release`.
 
         The next turn of a chat can then reuse all computed tokens, as long as the block is on the device. Partial
-        blocks are not spilled. If a later request reuses all tokens of the block, the block is evicted, because that
-        request will offer a longer one.
+        blocks are not spilled. A request that reuses all tokens of the block continues it in a block of its own, so the
+        shorter one is evicted.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -261,7 +262,7 @@ class TieredCache:
             group.commit_tail(table[block_id], name, key, token_ids)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
-        """Release the blocks that tokens after the first *num_tokens* no longer read, and clear them in *tables*.
+        """Release the blocks that no token after the first *num_tokens* attends to, and clear them in *tables*.
 
         Only groups with limited attention have such blocks, for example groups with a sliding window.
         """
@@ -305,7 +306,7 @@ class TieredCache:
         return [max(0, group.pool.num_free) for group in self._group_tiers]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """Return for each group how many blocks of the promotion have a reserved slot, but are not in flight yet."""
+        """Return for each group how many of the promotion's blocks have not started to load yet."""
         return self._promoter.num_to_come(promotion)
 
     @property
@@ -316,8 +317,8 @@ class TieredCache:
     def purge(self, order: PurgeOrder) -> CachePurge:
         """Prepare to evict the blocks that an operator's *order* selects. Call `go_on` of the result until it is done.
 
-        Device and host memory hold only blocks of this cache's namespace. An order for another namespace must not name
-        these two tiers.
+        Device and host memory hold only blocks of this cache's namespace. So if *order* is for another namespace, it
+        must not include these two tiers.
         """
         device: list[SlotPurge] = []
         block_bytes = [group.memory.block_bytes for group in self._group_tiers]
@@ -398,7 +399,7 @@ class TieredCache:
     def _spill(self) -> None:
         """Start the spills that are due.
 
-        While a promotion needs room or is in flight, only those disk writes are started that free host slots.
+        While a promotion needs room or is in flight, disk writes are started only to free host slots.
         """
         self._host_spill.spill(self._demand)
         if any(self._demand) or self._promoter.num_waiting:

@@ -97,11 +97,11 @@ class Lookups:
         return AllOf(inquiries)
 
     def junction(self, hit: Hit) -> int | None:
-        """Return the length of the prompt's junction (see `longest_single`), or None if it has none after the hit.
+        """Return the length of the prompt's junction (see `longest_single`); None if it has no junction.
 
-        A junction is a prefix that was computed before, but after which a request cannot resume. The reason is that
-        groups with limited attention (sliding windows, recurrent states) have not kept their blocks at its end. The
-        second request for the prefix shows that these blocks are worth keeping.
+        A junction is a prefix that is longer than the hit and was computed before. A request cannot resume after it,
+        because groups with limited attention (sliding windows, recurrent states) have not kept their blocks at its end.
+        Now that the prefix is requested again, these blocks are worth keeping.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -143,7 +143,10 @@ class Lookups:
         return limit // self._alignment * self._alignment
 
     def _partial_hit(self, group: GroupTiers, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
-        """Return the device block that shares the most tokens with the prompt after the hit, if all groups have it."""
+        """Return the block that has the most first tokens in common with the prompt after the hit.
+
+        Only blocks that all groups have on the device are considered.
+        """
         wanted = chain.token_ids[num_found : min(num_found + self._block_size, num_tokens - 1)]
         if group.partial_matches is None or not len(wanted):
             return None

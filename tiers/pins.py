@@ -121,10 +121,10 @@ class Pins:
         """Keep the blocks that a prompt needs to resume after *num_tokens* tokens in host memory until `unpin`.
 
         Blocks that are only on disk or on the device are copied when nothing more urgent is copied. Blocks before token
-        *start* are excluded, because another pin of the caller keeps them.
+        *start* are excluded; the caller keeps them with another pin.
 
         Returns None if the blocks have more than *max_bytes* (default: `free_bytes`). A caller that passes *max_bytes*
-        is responsible for the total of its pins.
+        must itself limit the total size of all pins.
         """
         whole = self.whole_tokens(chain, num_tokens)
         pin = Pin(chain, [Leases(group, group.needed(whole, start)) for group in self._groups])
@@ -160,8 +160,8 @@ class Pins:
     def pump(self) -> None:
         """Look up at most `PART` missing blocks of the pins whose next lookup is due.
 
-        When a new epoch of the lower tiers begins, they may have lost blocks without notice. Then each call also checks
-        one pin, and releases the leases of its lost blocks.
+        When `LowerStatus.epoch` has changed, the lower tiers may have lost any block. Then each call also checks one
+        pin, and releases the leases on its lost blocks.
         """
         if self._epoch != self._lower.status.epoch:
             self._epoch = self._lower.status.epoch
@@ -178,7 +178,7 @@ class Pins:
                 self._absent[pin] = None
 
     def _let_go_of_lost(self, pin: Pin) -> None:
-        """Release leases on slots in which the lower tiers no longer find the pin's blocks, to free the memory."""
+        """Release the leases on those of the pin's blocks that the lower tiers have lost, to free the memory."""
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
@@ -193,7 +193,10 @@ class Pins:
             self._absent[pin] = None
 
     def _look(self, pin: Pin, limit: int) -> int:
-        """Look up at most *limit* blocks of a pin that are not leased; return their number, but at least 1."""
+        """Look up at most *limit* blocks of a pin that are not leased.
+
+        Returns how many blocks the call counts as in the limit of `pump`: at least 1, even if there were none.
+        """
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)
         if len(absent):
@@ -208,7 +211,7 @@ class Pins:
         return max(1, len(absent))
 
     def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
-        """Fetch those of the blocks that the lower tiers hold; start to copy down those only on the device."""
+        """Fetch the blocks that the lower tiers hold; start to copy blocks that are only on the device to the host."""
         group = leases.group
         places = places[~leases.is_coming[places]]
         names = names_of(pin.chain, group.attention, leases.blocks.start + places)

@@ -15,9 +15,9 @@ GIVE_UP_S = 10.0  # time limit of a purge, after which blocks that are computed 
 class CachePurge:
     """An operator's purge, which evicts blocks from the device and then from the lower tiers, some at a time.
 
-    Leased blocks are not evicted. A purge without a limit is repeated until no further block is found, because a copy
-    in flight can bring a block to a tier that was already purged. The tiers' thread owns this object, and calls `go_on`
-    between its other work. No call blocks.
+    Leased blocks are not evicted. A copy in flight can bring a block to a tier that was already purged. So if the
+    operator set no limit on bytes or blocks, the purge is repeated until no further block is found. The tiers' thread
+    owns this object, and calls `go_on` between its other work. No call blocks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CachePurge:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Continue for up to `PARTS_S`, or until the purge must wait for copies; return whether it is done."""
+        """Continue for about a millisecond, or until the purge must wait for copies; return whether it is done."""
         until = self._clock() + PARTS_S
         while not self.is_done:
             part = next(self._parts, None)

@@ -74,7 +74,7 @@ class GroupTiers:
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """Record that *slots* hold the blocks of *chain* from block *start* on, which belong to *tenant*.
+        """Record that *slots* hold blocks of *tenant*: those of *chain* from block *start* on.
 
         *chain* is None if the blocks' prompt is unknown.
         """
@@ -155,7 +155,7 @@ class Residency:
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.status.epoch
-        self._marking: Iterator[None] = iter(())  # each step marks some of the device blocks without copies below dirty
+        self._marking: Iterator[None] = iter(())  # each step marks some device blocks without lower copies as dirty
 
     @property
     def num_changes(self) -> int:
@@ -260,10 +260,10 @@ class Residency:
         return used
 
     def process_lost(self) -> None:
-        """Mark dirty the device blocks whose copies in the lower tiers are lost, so that they are copied down again.
+        """Mark device blocks as dirty if the lower tiers have lost their copies, so that they are copied again.
 
-        When a new epoch of the lower tiers begins, everything known about their blocks is void. Then all device blocks
-        are checked again, some at each call.
+        When `LowerStatus.epoch` has changed, the lower tiers may have lost any block. Then all device blocks are
+        checked, some at each call.
         """
         for group_id, names, tier, cause in self.lower.pop_lost():
             group = self.groups[group_id]
@@ -335,7 +335,7 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Mark dirty all device blocks without a copy in the lower tiers, `SLOTS_AT_ONCE` slots at each step."""
+        """Mark all device blocks without a copy in the lower tiers as dirty, `SLOTS_AT_ONCE` slots at each step."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):

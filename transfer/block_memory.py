@@ -35,7 +35,7 @@ class BlockMemory(HostMemory, Protocol):
 
     @property
     def prepared_bytes(self) -> int:
-        """Size of the host slots that are backed by memory and, with CUDA, pinned.
+        """Size of the host slots that have physical memory already and, with CUDA, are pinned.
 
         The other slots work too, but copies from and to them are slower.
         """
@@ -60,7 +60,7 @@ class BlockMemory(HostMemory, Protocol):
         """
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* until all host slots are backed and, with CUDA, pinned; return whether they are."""
+        """Wait up to *timeout_s* until all host slots are prepared (`prepared_bytes`); return whether they are."""
 
     def close(self) -> None:
         """Release the host slots."""

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 # Pins a number of bytes at an address and returns the function that unpins them.
 Pin = Callable[[int, int], Callable[[], None]]
-# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest speed reported, which
-# is within the promised 50 ms (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB fails, because
-# the driver keeps 16 bytes per page in one allocation of at most 2 GiB.
+# Every CUDA call of the process waits while a piece is registered (pinned). At the slowest reported speed, 1 GB/s, that
+# takes 34 ms. The promised limit is 50 ms (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB
+# fails, because the driver keeps 16 bytes per page in one allocation of at most 2 GiB.
 PIECE_BYTES = 32 << 20
 YIELD_S = 0.001  # pause between registrations, for the calls that queue at the driver's lock
 ST_BLOCK_BYTES = 512  # unit of `st_blocks` on every file system
@@ -31,14 +31,12 @@ BACKED_LOOK_S = 0.1  # polling interval while another process backs its file
 class HostSlab:
     """Host memory for KV blocks: *num_slots* slots of *block_bytes* each, in an anonymous memory file (`memfd`).
 
-    Only the owner of a slot's lease may use the slot's bytes. The first use of memory is 8 to 18 times slower than
-    reuse (measured; DESIGN.md section 10). So a background thread "backs" the file (allocates its pages) piece by piece
-    and, if *pin* is given, pins each piece. Slots that the thread has not reached yet work, but are slower. *node* is
-    the preferred NUMA node.
+    The first use of memory is 8 to 18 times slower than reuse (DESIGN.md section 10). So a background thread "backs"
+    the file (allocates its pages) piece by piece and, if *pin* is given, pins each piece. Slots that the thread has not
+    reached yet work, but are slower. *node* is the preferred NUMA node.
 
-    If *file* is given, the slots are at the beginning of that file, which belongs to another process. The slab
-    duplicates the descriptor. The other process backs the file from the front, because the kernel counts each page
-    against the memory limit of the process that first touches it.
+    With *file*, a descriptor that the slab duplicates, the slots are at the beginning of another process's file. The
+    other process backs this file, so that the pages count against its memory limit. The slab's thread waits for it.
     """
 
     def __init__(
@@ -103,21 +101,19 @@ class HostSlab:
 
     @property
     def num_pinned_slots(self) -> int:
-        """Number of slots pinned so far, from slot 0 on. It only grows until `close`."""
+        """Number of slots pinned so far. They are the first slots."""
         return 0 if self._pin is None else self.prepared_bytes // self.block_bytes
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """Descriptor of the memory file, address of the slots in this process, and number of bytes of the slots.
+        """Descriptor of the memory file, address of the slots in this process, and size of the slots in bytes.
 
-        Another process needs these values to map the slots too.
-
-        Raises ValueError once the slab is closed.
+        Another process needs these values to map the slots too. Raises ValueError if the slab is closed.
         """
         return self._file.fileno(), self.blocks.ctypes.data, self.num_bytes
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* until the slab is `prepared`, and return whether it is."""
+        """Wait up to *timeout_s* for the background thread, and return whether the slab is `prepared`."""
         self._thread.join(timeout_s)
         return self.prepared
 
@@ -160,7 +156,7 @@ class HostSlab:
             )
 
     def _wait_backed(self, end: int) -> bool:
-        """Wait until the other process has backed its file up to byte *end*; return False if the slab is closed."""
+        """Wait until another process has allocated the file's first *end* bytes; return False if `close` is called."""
         while os.fstat(self._file.fileno()).st_blocks * ST_BLOCK_BYTES < end:
             if self._stop.wait(BACKED_LOOK_S):
                 return False
@@ -170,15 +166,15 @@ class HostSlab:
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
     """Return the number of slots to allocate and pin at a time, as one piece of about *piece_bytes*.
 
-    A piece is a whole number of pages and of slots, because a copy may not cross the border between two pinned pieces.
+    A piece has whole slots, because a copy may not cross the border between two pinned pieces, and whole pages.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
     return unit * max(1, piece_bytes // (unit * block_bytes))
 
 
 def pause_s(took_s: float, copied: bool) -> float:
-    """Return the seconds to pause after pinning a piece, which took *took_s*.
+    """Return the seconds to pause after a piece of memory has been pinned in *took_s* seconds.
 
-    The pause is as long as the pinning if blocks were *copied* meanwhile, because pinning delays copies.
+    Pinning delays copies. So if blocks were *copied* since the last piece, the pause is as long as the pinning.
     """
     return took_s if copied else YIELD_S

@@ -1,4 +1,4 @@
-"""Lanes: bounded queues of transfers, such as copies of blocks, with the threads that run them; and their speed."""
+"""Lanes, which are queues of transfers (such as copies of blocks) with threads, and the measurement of their speed."""
 
 import contextlib
 import queue
@@ -15,15 +15,15 @@ _MIN_S = 1e-6
 
 
 class LaneClosed(Exception):
-    """The error of a transfer that was still queued when its lane closed. The transfer was not started."""
+    """The error of a transfer that was not started, because its lane was closed."""
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One unit of work for a lane, such as a copy of blocks, and, once finished, its `result` or `error`.
+    """One unit of work for a lane, such as a copy of blocks. A finished transfer has a `result` or an `error`.
 
-    The owner of the lane creates the transfer and submits it. The lane runs it and puts it into the `Finished` queue.
-    The owner takes it from there and calls `deliver`.
+    The thread that owns the lane submits the transfer. The lane runs it and puts it into the `Finished` queue. The
+    owner takes it from there and calls `deliver`.
     """
 
     work: Callable[[], Any]
@@ -52,9 +52,9 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """A bounded queue of transfers and the threads that run them. The threads do not access the owner's state.
+    """A bounded queue of transfers, and the threads that run them.
 
-    Each accepted transfer is put into the owner's `Finished` queue exactly once, in any order.
+    The lane puts each accepted transfer into a `Finished` queue exactly once. The order is that of finishing.
     """
 
     def submit(self, transfer: Transfer) -> bool:
@@ -62,13 +62,13 @@ class Lane(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Number of accepted transfers that have not finished."""
+        """Number of accepted transfers that are queued or running."""
 
     def close(self) -> bool:
         """Finish the running transfers, fail the queued ones with `LaneClosed`, and end the threads. Idempotent.
 
-        Returns False if a running transfer does not finish within `CLOSE_TIMEOUT_S`. Its thread then lives until the
-        process ends. The queued transfers are put into the `Finished` queue in either case.
+        Returns False if a running transfer does not finish within `CLOSE_TIMEOUT_S`. Its thread then goes on. The
+        queued transfers are put into the `Finished` queue in either case.
         """
 
 
@@ -99,9 +99,9 @@ class InlineLane:
 
 
 class ThreadLane:
-    """A lane that starts transfers on its own threads in order of submission.
+    """A lane that starts transfers in the order of submission, on its own threads.
 
-    With one thread, transfers also finish in that order.
+    With one thread, the transfers also finish in this order.
     """
 
     def __init__(self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64) -> None:
@@ -167,7 +167,7 @@ class ThreadLane:
         self._finished.put(transfer)
 
     def _fail_queued(self) -> None:
-        """Fail the queued transfers with `LaneClosed`, because the lane's threads hang and will not run them."""
+        """Fail the queued transfers with `LaneClosed`, because the lane's threads hang."""
         queued: list[Transfer | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -181,10 +181,9 @@ class ThreadLane:
 
 
 class LaneSpeed:
-    """The recent speed of one lane, measured from its finished transfers. Owned by the lane's owner.
+    """The recent speed of one lane, measured from its finished transfers. Not thread-safe.
 
-    The speed is that of all the lane's threads together: time in which several threads copy counts once. Failed
-    transfers and transfers of 0 bytes are ignored.
+    The speed is the sum over the lane's threads. Idle time, failed transfers and transfers of 0 bytes do not count.
     """
 
     def __init__(self) -> None:
@@ -215,9 +214,9 @@ class LaneSpeed:
         self._until = max(self._until, transfer.finished_at)
 
     def update_latency(self, seconds: float) -> None:
-        """Update `latency_s` with the duration of a request whose response contained no blocks."""
+        """Update `latency_s` with the duration of a request that transferred no blocks, such as a lookup."""
         self.latency_s = 0.8 * self.latency_s + 0.2 * seconds if self.latency_s else seconds
 
     def take_over(self, bytes_per_s: float, measured_at: float) -> None:
-        """Replace the measured speed by a speed that another process has measured."""
+        """Replace the measured speed by one that another process measured at the monotonic time *measured_at*."""
         self._num_bytes, self._seconds, self._until = bytes_per_s, 1.0, measured_at

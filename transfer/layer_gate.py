@@ -1,17 +1,17 @@
-"""LayerGate: makes the computation of a layer wait until the layer's part of the loaded blocks has been copied."""
+"""LayerGate: lets a layer be computed as soon as its KV data is loaded, while later layers are still being loaded."""
 
 import threading
 import time
 
 
 class LayerGate:
-    """A gate for layer-wise loading: a layer can be computed while later layers of the prompt's blocks are copied.
+    """A gate for layer-wise loading: computation waits for the layers that it needs, not for whole blocks.
 
-    The blocks are copied in *num_parts* parts. Each part consists of consecutive layers of all blocks. The copying
-    thread opens one part after the other. The computing thread waits for the part that contains its next layer.
+    The blocks of a prompt are copied in *num_parts* parts. Each part consists of consecutive layers of all blocks. The
+    copying thread opens each part when it has been copied. The computing thread waits for the part with its next layer.
 
-    The blocks in an open part have been copied, but may not be verified yet. The engine discards the computed result if
-    a block proves to be corrupt, or if a wait timed out (`missed`).
+    The checksums of the blocks may be verified later. The engine discards the computed result if a block proves to be
+    corrupt, or if a wait timed out (`missed`).
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -21,7 +21,7 @@ class LayerGate:
         self._condition = threading.Condition()
 
     def layers(self, part: int, num_layers: int) -> range:
-        """Return the layers that *part* contains, of an attention group with *num_layers* layers. May be empty."""
+        """Return the layers in *part*, for an attention group with *num_layers* layers. A part may have no layers."""
         return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
 
     def open_next(self) -> None:
@@ -31,13 +31,13 @@ class LayerGate:
             self._condition.notify_all()
 
     def open_all(self) -> None:
-        """Open all parts, so that the computing thread does not wait. Call this if nothing more will be copied."""
+        """Open all parts. Call this if nothing more will be copied, so that the computing thread does not wait."""
         with self._condition:
             self._num_open = self.num_parts
             self._condition.notify_all()
 
     def wait(self, layer: int, num_layers: int, give_up_at: float) -> None:
-        """Wait until the layer's part is open. Set `missed` if that takes until the monotonic time *give_up_at*."""
+        """Wait until the layer's part is open, or set `missed` at the monotonic time *give_up_at* and stop waiting."""
         part = layer * self.num_parts // num_layers
         if part < self._num_open:
             return

@@ -30,10 +30,10 @@ def node_of_device(pci_address: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Ask the kernel to allocate a mapping's future pages on NUMA node *node*; return whether the kernel accepted.
+    """Ask the kernel to allocate the future pages of a mapping on a NUMA node; return whether the kernel accepted.
 
-    *address* must be page-aligned. For shared memory the policy is attached to the file, so `posix_fallocate` follows
-    it too. When the node is full, the pages come from another, slower node. A sandbox may forbid the system call.
+    *address* must be page-aligned. If the node is full, the pages come from another node. For shared memory,
+    `posix_fallocate` uses the preferred node too. A sandbox may forbid the system call.
     """
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
@@ -48,8 +48,8 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
 def back_file(file: int, start: int, num_bytes: int) -> None:
     """Allocate the pages of a range of a memory file, keeping its content.
 
-    Call this before the mapping is used, because using a page for which there is no memory kills the process with
-    SIGBUS. If the file system cannot allocate pages, the first byte of each page is read and written back instead.
+    Call this before the mapping is used. Otherwise, if memory runs out, the first use of a page kills the process with
+    SIGBUS. If the file system has no `fallocate`, one byte of each page is written instead.
 
     Raises:
         OSError: The file system has no room for the pages.
@@ -66,8 +66,8 @@ def back_file(file: int, start: int, num_bytes: int) -> None:
 def reserves_all(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool:
     """Return whether the kernel forbids memory overcommit.
 
-    Without overcommit, the first use of a page of a memory file may fail even while memory is free. To prevent this,
-    allocate the pages with `back_file` first.
+    Then the first use of a page of a memory file may fail although memory is free. To prevent this, allocate the pages
+    with `back_file` first.
     """
     try:
         return setting.read_text().strip() == "2"
@@ -76,10 +76,10 @@ def reserves_all(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool
 
 
 def map_pages(address: int, num_bytes: int) -> bool:
-    """Map pages before their first use, and return whether the kernel did so, which needs Linux 5.14.
+    """Map pages before their first use, so that the first copy is not 6 times slower than later copies.
 
-    Otherwise the first copy would be 6 times slower than later ones. Python's `mmap.madvise` is not used, because it
-    holds the GIL, for example 16 s for 32 GiB.
+    Returns whether the kernel did so. Before Linux 5.14 it cannot. Python's `mmap.madvise` is not used, because it
+    would hold the GIL, for example 16 s for 32 GiB.
     """
     advice = ctypes.c_int(_MADV_POPULATE_WRITE)
     return bool(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)

@@ -1,4 +1,4 @@
-"""PoisonedMemory: a debug mode that fills unused device slots with NaN, so that a read at the wrong time shows."""
+"""PoisonedMemory: fills unused device slots with NaN, to reveal code that reads a slot at the wrong time."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ POISON = 0xFF
 class PoisonedMemory(DelegatingMemory):
     """A `BlockMemory` for debugging, which fills device slots with NaN while they hold no valid block.
 
-    It fills all slots at first, later those passed to `poison` and those that a block is copied to. A copy or kernel
-    that reads such a slot too early or too late gets NaN. Without the NaN it would get old content, which is often
-    right by chance. *device_blocks*, [num_slots, block_bytes] uint8, is the device slab of *memory*.
+    A copy or kernel that reads such a slot too early or too late gets NaN. Otherwise it would get the slot's old
+    content, which is often right by chance. Slots are filled at the start, by `poison`, and before a block is copied
+    to them. *device_blocks*, [num_slots, block_bytes] uint8, is the device memory of *memory*.
     """
 
     def __init__(self, memory: BlockMemory, device_blocks: torch.Tensor) -> None:
@@ -25,7 +25,7 @@ class PoisonedMemory(DelegatingMemory):
         device_blocks.fill_(POISON)
 
     def poison(self, device_slots: Sequence[int]) -> None:
-        """Fill slots that were freed or will be overwritten with NaN, on the caller's current CUDA stream."""
+        """Fill slots with NaN, on the current CUDA stream. Call this when slots are freed or before they are reused."""
         # One slot at a time: indexing by a list uploads the list, which may wait for kernels and hide a race.
         for slot in device_slots:
             self._device[slot].fill_(POISON)

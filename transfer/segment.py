@@ -29,14 +29,14 @@ class Segment:
     """*num_bytes* of shared memory with mode 0600 and a unique name that begins with `kvtier-UID-`.
 
     `close` removes the name, but the memory stays as long as any process maps it. If a process is killed, the name of
-    its segment stays until the same user creates another segment. A live process locks its segment before it creates
-    the name, so a segment that is not locked has no process any more.
+    its segment stays until the same user creates another segment. A live process keeps its segment locked, so a
+    segment without a lock was left by a process that has ended.
 
-    A background thread allocates ("backs") the memory piece by piece, from the front. Share only the first
-    `backed_bytes`: if the machine runs out of memory, a process that writes to other parts is killed.
+    A background thread allocates ("backs") the memory from the front. Other processes may use only the first
+    `backed_bytes`. If memory runs out, a process that writes beyond them is killed.
 
-    A process can hand its segment over to its successor by passing on `lock_file`. The name stays the same. If the
-    successor uses the same size, nothing changes for other processes that map the segment.
+    A process can hand its segment over to the process that replaces it (its successor) by passing on `lock_file`. Other
+    processes that map the segment do not notice.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Segment:
             num_bytes: Size of the shared memory.
             folder: Folder of the segment's file.
             num_beside: Number of bytes after the shared memory (`beside`) for use by this process and its successors.
-            left: `lock_file` of a segment to take over, for which `handover_error` returns no error. It must have the
-                same size. The new segment owns the descriptor.
+            left: `lock_file` of a segment to take over, if any. The sizes must be the same, and `handover_error` must
+                return no error. The new segment owns the descriptor.
 
         Raises:
             OSError: *folder* has too little free space.
@@ -90,7 +90,7 @@ class Segment:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """File descriptor, address in this process, and number of bytes, so that another process can map the memory."""
+        """File descriptor, address in this process, and number of bytes, which other processes need to map it."""
         return self.file, self.memory.ctypes.data, self.num_bytes
 
     @property
@@ -104,7 +104,7 @@ class Segment:
         return self._is_taken_over
 
     def leave(self) -> None:
-        """Leave the segment to a successor, which has or will get `lock_file`, so that `close` keeps the name."""
+        """Leave the segment to a successor, to which `lock_file` is passed. `close` then keeps the name."""
         self._is_left = True
 
     def wait_backed(self, timeout_s: float) -> bool:
@@ -167,11 +167,11 @@ class Segment:
                 self.backed_bytes += length
         except Exception as error:  # last handler of the thread; the backed part stays in use
             used, asked = self.backed_bytes >> 20, self.num_bytes >> 20
-            log.warning("host: got only %d of %d MiB: %s; free memory, or lower --host", used, asked, error)
+            log.warning("host: allocated only %d of %d MiB: %s; free memory, or lower --host", used, asked, error)
 
 
 def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """Return the name, in *folder*, of the segment that descriptor *file* refers to; empty if it is not this user's."""
+    """Return the name in *folder* of the segment with the descriptor *file*; empty if it is no segment of this user."""
     found = os.fstat(file)
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process has removed it meanwhile
@@ -181,7 +181,7 @@ def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
-    """Return why descriptor *file* is not a segment that this process can take over; empty if it is one."""
+    """Return why this process cannot take over the segment with the descriptor *file*; empty if it can."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         return "it is not a file of this user"
@@ -195,14 +195,14 @@ def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def discard_handover(file: int, folder: Path = SHARED_MEMORY) -> None:
-    """Close a descriptor that a previous process handed over. If it is a segment, remove the segment's name first."""
+    """Close a descriptor that a previous process handed over, and remove the segment's name if it is a segment."""
     if not handover_error(file, folder):
         (folder / name_of(file, folder)).unlink()
     os.close(file)
 
 
 def leftovers(folder: Path) -> Iterator[str]:
-    """Remove the segments of this user whose process has ended, and yield their names."""
+    """Remove the segments that ended processes of this user have left behind, and yield their names."""
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process removed it, its owner lives, or it is not a segment
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""TransferEngine: submits transfers, such as copies of blocks, to lanes (queues with threads) and measures them."""
+"""TransferEngine: submits transfers, such as copies of blocks, to lanes (queues with threads), and keeps statistics."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from kvtier.transfer.lane import Finished, Lane, LaneSpeed, Transfer
 class Route(StrEnum):
     """Source and target tier of a transfer.
 
-    Each route has a lane (a queue with threads) of its own, so that spills (copies to a lower tier) never delay loads.
+    Each route has its own lane (a queue with threads), so that spills (copies to a lower tier) never delay loads.
     """
 
     DEVICE_TO_HOST = "device_to_host"
@@ -79,10 +79,9 @@ class RouteStatistics:
 
 
 class TransferEngine:
-    """A dispatcher that submits work to the lane of its route, and delivers the outcome on the owner's thread.
+    """A dispatcher that submits work to the lanes of *lanes* by route, and delivers the outcomes in `poll`.
 
-    One thread owns the engine and calls `submit` and `poll`. All *lanes* must have been created with the same queue
-    *finished* as the engine.
+    Only one thread may call the methods. All lanes must have been created with the same queue *finished*.
     """
 
     def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
@@ -122,9 +121,9 @@ class TransferEngine:
         return True
 
     def watch(self, lane: Lane, work: Callable[[], Any], deliver: Callable[[Transfer], None]) -> bool:
-        """Submit *work*, which copies no blocks, to a *lane* of the caller, so that `poll` also delivers its outcome.
+        """Submit *work*, which copies no blocks, to a *lane* that belongs to the caller. `poll` delivers the outcome.
 
-        The lane must use the same *finished* queue. The caller closes the lane. The statistics do not include *work*.
+        The lane must have been created with this engine's *finished* queue. The statistics do not include *work*.
         Returns False if the lane is full or closed.
         """
         if not lane.submit(Transfer(work, 0, deliver)):
@@ -153,11 +152,11 @@ class TransferEngine:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether finished transfers still wait for `poll` to deliver them. These transfers do not hang."""
+        """Whether there are finished transfers that `poll` has not delivered yet."""
         return not self._finished.empty()
 
     def num_pending(self, route: Route) -> int:
-        """Return the number of transfers on this route that have not finished."""
+        """Return the number of transfers on this route that are queued or running."""
         return self._lanes[route].num_pending
 
     def pending_bytes(self, route: Route) -> int:
@@ -181,9 +180,9 @@ class TransferEngine:
         }
 
     def close(self) -> bool:
-        """Close the lanes and deliver their remaining transfers. Transfers that are still queued fail.
+        """Close the lanes and deliver their remaining transfers. The queued ones fail with `LaneClosed`.
 
-        Returns False if a transfer hangs.
+        Returns False if a running transfer hangs.
         """
         closed = [lane.close() for lane in self._lanes.values()]
         self.poll()

@@ -23,14 +23,14 @@ class ApiKeys:
     """The valid API keys with the tenant of each. Only digests of the keys are kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Create from a mapping of keys to tenant names. Raise ValueError for a malformed key or name.
+        """Create the object from a mapping of keys to tenant names. Raise ValueError for a malformed key or name.
 
-        Instead of a key, "sha256:" and the key's hexadecimal digest can be given.
+        A key can also be given as its digest: "sha256:" followed by 64 hexadecimal digits.
         """
         self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
         for tenant in tenants.values():
             if not tenant or "\0" in tenant:
-                raise ValueError(f"tenant {tenant!r}: is empty or contains NUL; give the tenant another name")
+                raise ValueError(f"the tenant name {tenant!r} is empty or contains NUL; use another name")
 
     @classmethod
     def of(cls, file: str | None) -> "ApiKeys | None":
@@ -42,7 +42,7 @@ class ApiKeys:
         """Read a TOML or JSON file whose table `keys` maps each key to its tenant.
 
         Raises ValueError if the file cannot be read or has no valid keys. Logs a warning if other users can read the
-        file. All messages begin with *what*, which names the content of the file.
+        file. All messages begin with *what*, a name for the content of the file.
         """
         try:
             file = read_private(path)
@@ -55,7 +55,7 @@ class ApiKeys:
             raise ValueError(f'{what} {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
         keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
-            raise ValueError(f'{what} {path}: must have only one table, [keys]; write lines of "KEY" = "tenant" there')
+            raise ValueError(f'{what} {path}: needs exactly one table, [keys]; write lines of "KEY" = "tenant" in it')
         if file.exposure is not None:
             log.warning("%s %s: %s", what, path, file.exposure)
         try:
@@ -100,9 +100,9 @@ def _digest_of(key: str) -> bytes:
 
 
 def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
-    """Return *config* with a name, used in labels of metrics, for each tenant that has a quota and an API key.
+    """Return *config* with names for the tenants that have a quota and an API key. Metrics use the names as labels.
 
-    Other quotas belong to salts that clients send. They get no name, because a salt may be a secret.
+    Quotas can also be set for the salts that clients send. They get no name, because a salt may be a secret.
     """
     if keys is None:
         return config
@@ -114,12 +114,11 @@ def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
 
 
 def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
-    """Return the salt of a request's cached blocks. Only requests with the same salt share blocks.
+    """Return the salt of a request's cached blocks. Requests share blocks only if they have the same salt.
 
-    Without API keys (*tenant* is None) the salt is *asked*, the request's `cache_salt`. With API keys the salt begins
-    with the tenant, so a client cannot use another tenant's blocks. Only the blocks of requests without a `cache_salt`
-    are shared by all tenants, unless *is_strict*. All salts of a tenant count towards its quota
-    (`tiers.naming.named_blocks.tenant_of`).
+    *asked* is the request's `cache_salt`. A server without API keys (*tenant* is None) uses it unchanged. A server with
+    API keys puts the tenant in front, so that a client cannot use another tenant's blocks. Requests without a
+    `cache_salt` share blocks across tenants, unless *is_strict*. All salts of a tenant count towards its quota.
     """
     if tenant is None or (asked is None and not is_strict):
         return asked

@@ -14,7 +14,7 @@ from kvtier.web.http_connection import HttpConnection
 
 
 class AsgiServer(uvicorn.Server):
-    """A uvicorn server with limits on connections (`Gate`). The code that runs it must handle signals."""
+    """A uvicorn server with limits on connections (`Gate`). It installs no signal handlers, so its caller must."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AsgiServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers, unlike uvicorn."""
+        """Do nothing. Uvicorn would install signal handlers here."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

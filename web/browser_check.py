@@ -1,9 +1,9 @@
-"""Protection of servers without API keys from requests that other websites' pages make a browser send.
+"""Protection of servers without API keys from browsers that send requests for pages of other websites.
 
-A server without keys trusts all requests that reach it. Any page in a browser on the same network can send requests to
-the server, in two ways. A cross-origin request can be recognized by its `Origin` or `Sec-Fetch-Site` header. With DNS
-rebinding, a host name of the page's own site resolves to the server's address. Then the `Host` header is not a name of
-the server. A server with keys needs no such protection, because these pages do not have a key.
+A server without keys trusts all requests that reach it. A page of any website, opened in a browser on the same network,
+can send requests to the server in two ways. A cross-origin request has a telling `Origin` or `Sec-Fetch-Site` header.
+With DNS rebinding, the website's host name resolves to the server's address. Then the `Host` header is not a name of
+the server. A server with keys needs no such protection, because other websites have no key.
 """
 
 import socket
@@ -43,8 +43,8 @@ class BrowserRules:
         """Return the rules of a server.
 
         Args:
-            listen: The name or address that the server listens on. On a loopback address only loopback names are
-                accepted. On other addresses, names that public DNS cannot have, such as `kvtier` and
+            listen: The name or address that the server listens on. If it is a loopback address, only loopback names
+                are accepted. Otherwise names that public DNS cannot have, such as `kvtier` and
                 `kvtier.default.svc`, are accepted too.
             hosts: Further host names. `*.example` means all names below `example`, and `*` means any name.
             origins: Origins whose pages may send requests, such as `https://chat.example`, or `*` for any.
@@ -88,7 +88,7 @@ class BrowserRules:
 
 
 def is_same_origin(headers: Headers) -> bool:
-    """Return whether a browser sent the request for a page of this server."""
+    """Return whether the request comes from a page of this server, according to the browser's headers."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:  # set by the browser, so it is right even if a proxy has changed the Host
         return site in ("same-origin", "none")
@@ -99,7 +99,7 @@ def is_same_origin(headers: Headers) -> bool:
 
 
 def _is_foreign(method: str, headers: Headers) -> bool:
-    """Return whether a page of another origin made a browser send the request. Following a link does not count."""
+    """Return whether the request comes from a page of another origin. A link that the user followed does not count."""
     site = headers.get("sec-fetch-site")
     if site is None and headers.get("origin") is None:  # not a browser, or a link or image in an old browser
         return False

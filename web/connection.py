@@ -1,4 +1,4 @@
-"""Functions that end the work on a request when its client disconnects or stops reading."""
+"""Functions that stop the work on a request when its client disconnects or stops reading."""
 
 import asyncio
 from collections.abc import Coroutine

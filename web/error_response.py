@@ -45,7 +45,7 @@ def error_object(error: ApiError, request_id: str) -> AnthropicErrorAnswer:
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Return the error response to the request with this ASGI *scope*.
 
-    It has Anthropic's format on the paths of Anthropic's API, else OpenAI's.
+    The response has Anthropic's format on the paths of Anthropic's API, otherwise OpenAI's format.
     """
     if is_anthropics(scope["path"]):
         return json_response(error_object(error, facts_of(scope).request_id), error.status, error.headers)

@@ -1,4 +1,4 @@
-"""Encoding of server-sent events."""
+"""Encoding of server-sent events, and the event for a replica that failed."""
 
 import msgspec
 
@@ -19,7 +19,7 @@ def named_event(name: str, content: object) -> bytes:
 
 
 def replica_failed(what: str, status: int = 502) -> ApiError:
-    """Return the error for a request whose replica failed. The message is "the replica" followed by *what*."""
+    """Return the error for a failed replica of a router. Its message is "the replica" followed by *what*."""
     return ApiError(status, f"the replica {what}", code="replica_failed")
 
 

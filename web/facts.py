@@ -1,4 +1,4 @@
-"""The data on one request that is logged and counted in metrics, without any of the prompt's text."""
+"""The data that is collected on each request for the log and the metrics. It contains no text of the prompt."""
 
 from dataclasses import dataclass, field
 from typing import cast

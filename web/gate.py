@@ -1,4 +1,4 @@
-"""Limits on connections, in total and per client address, which apply before the API key is known."""
+"""Limits on connections, in total and per client address. They apply before the client's API key is known."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from ipaddress import IPv6Address, ip_address, ip_network
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits on the resources that connections use before their requests have been read."""
+    """Limits on connections, and on the headers of their requests."""
 
     max_header_bytes: int  # request line and headers together
     header_timeout_s: float  # from the request's first byte, or the start of the connection, to the end of the headers
@@ -17,13 +17,13 @@ class ConnectionLimits:
 
 
 class Gate:
-    """A limiter that counts open connections and refuses excess connections. Owned by the event loop.
+    """A counter of open connections, which refuses a connection that exceeds a limit. Owned by the event loop.
 
     All addresses of a /64 IPv6 network count as one address, because one customer usually has such a network.
     """
 
     def __init__(self, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
-        """Create the gate. *on_refused* is called with the reason when a limit refuses or ends a connection."""
+        """Create the gate. *on_refused* is called with the reason when a connection is refused or ended by a limit."""
         self.limits = limits
         self.on_refused = on_refused
         self._open: Counter[str] = Counter()

@@ -20,7 +20,8 @@ UNREAD_S = 60.0  # abort the connection of a client that has not read the rest o
 class HttpConnection(HttpToolsProtocol):
     """An extension of uvicorn's protocol with limits on headers and time. Owned by the event loop.
 
-    If a response is complete before the request's body has arrived, the connection ends without the rest of the body.
+    If a response is complete before the request's body has arrived, the connection ends. The rest of the body is
+    dropped.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Accept the new connection, or refuse it with a 503."""
+        """Accept the new connection, or refuse it with status 503."""
         super().connection_made(transport)
         _send_at_once(transport)
         host = self.client[0] if self.client else ""
@@ -80,12 +81,12 @@ class HttpConnection(HttpToolsProtocol):
             self._wait_for_headers()
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of a part of the request line."""
+        """Count the bytes of the URL, or of a part of it, towards the limit on headers."""
         self._num_header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the bytes of a header."""
+        """Count the bytes of a header towards the limit."""
         self._num_header_bytes += len(name) + len(value) + len(": \r\n")
         super().on_header(name, value)
 
@@ -101,13 +102,13 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the body, unless the connection is over."""
+        """Pass a part of the body to the application, unless the connection has ended."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Pass on the end of the request, unless the connection is over."""
+        """Tell the application that the request is complete, unless the connection has ended."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_message_complete()
@@ -162,9 +163,9 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
-    """Disable Nagle's algorithm, so that the first tokens need not wait for the client to acknowledge the headers.
+    """Disable Nagle's algorithm, so that the first tokens need not wait until the client acknowledges the headers.
 
-    asyncio disables it only if the listening socket was created explicitly for TCP.
+    Not all listening sockets make asyncio do this.
     """
     accepted = transport.get_extra_info("socket")
     if accepted is not None and accepted.family != socket.AF_UNIX:

@@ -13,7 +13,7 @@ _KEY = re.compile(r"[!-~]*")  # characters that a header can have
 
 
 class Refused(RuntimeError):
-    """An error for a request that the server refused, with the server's message."""
+    """An error for a request that the server refused. Its message is the server's."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -35,7 +35,7 @@ class JsonClient:
             url: URL of the server.
             key: API key or operator's token, or None.
             key_options: Command-line options that give the key, for error messages.
-            server: Command that starts such a server, for error messages.
+            server: Command that starts a server for this client, for error messages.
             timeout_s: Timeout of each request.
 
         Raises:
@@ -88,7 +88,7 @@ class JsonClient:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise Refused(f"{self._url}: is not a kvtier server; give the --url of a '{self._command}' server")
+            raise Refused(f"{self._url}: no kvtier server answers there; give the --url of a '{self._command}' server")
         return content
 
     def _why(self, error: HTTPError) -> str:
@@ -110,11 +110,13 @@ def _body(content: dict[str, object]) -> bytes:
         return json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # JSON escapes can contain lone surrogates, which UTF-8 cannot
         half = error.object[error.start]
-        raise ValueError(f"the text has half of a surrogate pair ({half!r}), which is not a character") from None
+        raise ValueError(
+            f"the text has half of a surrogate pair ({half!r}), which is not a character; remove it"
+        ) from None
 
 
 def _is_here(host: str) -> bool:
-    """Return whether *host* is this machine, for which no proxy is used."""
+    """Return whether *host* is this machine. Requests to it do not go through a proxy."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
 """The two formats of the log: text for people, and one JSON object per line.
 
-A line ends with the ids of its request, if there is one, and with the *fields* that were logged as `extra`.
+Each line ends with its fields: the ids of the request, if there is one, and `fields` of the call's `extra` argument.
 """
 
 import json
@@ -56,9 +56,9 @@ def write_log(kind: Literal["human", "json"]) -> None:
 
 
 def redirect_libraries() -> None:
-    """Redirect libraries that have their own log handlers to the log of the process.
+    """Send the log of libraries that have their own log handlers to the log of the process.
 
-    Call this function again after such libraries have been imported, because the import adds their handlers.
+    Call this function again after such libraries have been imported, because the import adds the handlers.
     """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in _LIBRARIES:

@@ -1,4 +1,4 @@
-"""The URL paths of the servers, which paths need no API key, and the paths' labels in the log and in metrics."""
+"""The URL paths of the servers, sets of paths (such as those that need no API key), and labels for metrics."""
 
 from kvtier.web.dashboard.assets import ASSETS, PAGE
 
@@ -56,8 +56,8 @@ def is_anthropics(path: str) -> bool:
 def label_of(path: str) -> str:
     """Return the label that stands for *path* in the log and in metrics.
 
-    The path itself is not logged, because a document's id may reveal its content. It is no label of metrics, because
-    clients can send any number of different paths.
+    The path itself is not used, because a document's id in it may reveal the document's content. Clients could
+    also create any number of labels in the metrics by sending different paths.
     """
     for named in (DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):

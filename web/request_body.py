@@ -1,4 +1,4 @@
-"""Reading of request bodies within limits, and parsing of bodies to structs. An invalid body raises an `ApiError`."""
+"""Functions that read request bodies, within limits, and parse them to structs. They raise `ApiError`s."""
 
 import asyncio
 import re
@@ -25,9 +25,9 @@ MAX_VALUES = 1 << 20  # limit on numbers, strings and objects of a body, counted
 
 
 def without_nulls(content: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return a JSON object without the nulls in optional fields of *kind* and of the structs within it.
+    """Return *content* without the null fields that are optional in *kind* or in a struct nested in it.
 
-    Nulls within other values, such as a JSON schema or the variables of a template, are kept.
+    Other nulls are kept, for example those within a JSON schema or the variables of a template.
     """
     pruned = _pruned(content, _type_info(kind))
     assert isinstance(pruned, dict), "pruning an object returns an object"
@@ -62,7 +62,7 @@ def _pruned_object(value: Mapping[str, Any], kind: inspect.StructType) -> dict[s
 
 
 def _member(value: object, types: Sequence[inspect.Type]) -> inspect.Type:
-    """Return the list or struct type, of the *types* in a union, that *value* has; `AnyType` if there is none."""
+    """Return the type of *value*, a list or struct type among *types*; `AnyType` if none of them matches."""
     if isinstance(value, list):
         return next((each for each in types if isinstance(each, inspect.ListType)), inspect.AnyType())
     structs = [each for each in types if isinstance(each, inspect.StructType)] if isinstance(value, Mapping) else []
@@ -98,7 +98,7 @@ async def read_body(request: Request, settings: ServerConfig) -> bytes:
 def parse(
     body: bytes, kind: type[_T], ignored: Collection[str] = (), neutral: Mapping[str, Collection[object]] = NOTHING
 ) -> _T:
-    """Parse *body*, a JSON object, to an instance of *kind*. See `json_object` and `fit` for errors and arguments."""
+    """Parse *body*, a JSON object, to an instance of *kind*. See `json_object` and `fit` for the details."""
     return fit(json_object(body), kind, ignored, neutral)
 
 
@@ -120,7 +120,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 def _half_a_pair(body: bytes) -> str | None:
     """Return an error message if *body* has half of a surrogate pair, else None.
 
-    The decoder's message would only say that the input was truncated.
+    The JSON decoder's own message would be misleading: it says that the input was truncated.
     """
     if (half := _HALF_A_PAIR.search(body)) is None:
         return None
@@ -136,8 +136,8 @@ def fit(
 ) -> _T:
     """Convert a JSON object to an instance of *kind*. Raise ApiError 400, which names the field, if it does not fit.
 
-    A null counts as an absent field, also in nested structs. Unknown fields are errors, with two exceptions: a field in
-    *ignored* may have any value, and a field in *neutral* may have the values that *neutral* lists for it.
+    A null field counts as absent, also in nested structs. Unknown fields are errors, with two exceptions. Fields
+    in *ignored* may have any value. Fields in *neutral* may have the values that *neutral* lists for them.
     """
     known: Collection[str] = getattr(kind, "__struct_fields__", ())
     content = {

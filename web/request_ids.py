@@ -21,7 +21,7 @@ class RequestIds:
         return {"request_id": self.request_id, **trace}
 
     def begin(self) -> None:
-        """Add these ids to all log lines that the current task, and tasks that it starts, write from now on."""
+        """Add these ids to all further log lines of the current task, and of tasks that it starts."""
         _current.set(self)
 
 

@@ -1,1 +1,1 @@
-"""Documents: stored texts whose KV is computed before prompts that begin with them arrive, and stays cached."""
+"""Documents: texts that clients store so that their KV is computed in advance and stays cached."""

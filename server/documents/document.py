@@ -12,7 +12,7 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Form(StrEnum):
-    """Whether a document is for plain prompts or for chats, which determines its token ids."""
+    """The kind of prompts that a document is for: plain prompts or chats."""
 
     TEXT = "text"  # the prompt begins with the document's tokens
     CHAT = "chat"  # the first user message of a chat begins with the document, in the chat template's format
@@ -22,7 +22,7 @@ class Form(StrEnum):
 class Document:
     """A document of one tenant. All prompts about it begin with *token_ids*, whose KV is computed in advance.
 
-    Owned by the event loop. The engine's thread reads only fields that no longer change.
+    Owned by the event loop. The engine's thread reads only fields that do not change at the time.
     """
 
     id: str
@@ -50,6 +50,6 @@ class Document:
 
 
 def check_id(document_id: str) -> None:
-    """Raise ValueError if *document_id* is not valid. The ids "." and ".." are not, because URL paths resolve them."""
+    """Raise ValueError if *document_id* is not valid. "." and ".." have a meaning in URL paths, so they are invalid."""
     if not _ID.fullmatch(document_id) or document_id in (".", ".."):
         raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

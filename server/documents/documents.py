@@ -39,8 +39,8 @@ class Documents:
     """The documents that clients have stored, by tenant and id. Owned by the event loop.
 
     If a folder is configured, each change is on disk before the call returns. Otherwise, documents are lost when the
-    process ends. A change runs to completion even if its caller is cancelled. So the folder, this object and the
-    engine's thread always have the same documents.
+    process ends. A change runs to completion even if its caller is cancelled, so that the folder, this object and the
+    engine's thread have the same documents.
     """
 
     def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
@@ -67,7 +67,7 @@ class Documents:
         Args:
             llm: Engine that computes the documents.
             config: Configuration with the folder.
-            salt_of: Function that returns the cache_salt in the hashes of a document's blocks.
+            salt_of: Function that returns the cache_salt with which a document's blocks are hashed.
             num_tenants: Number of tenants that share the memory for pins.
 
         Raises:
@@ -146,7 +146,7 @@ class Documents:
         return residence
 
     async def residences(self, documents: Sequence[Document]) -> list[DocumentState]:
-        """Return the `residence` of each document. The engine may run steps between the documents."""
+        """Return the `residence` of each document, at slightly different times if there are many documents."""
         found: list[DocumentState] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
@@ -181,17 +181,17 @@ class Documents:
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
     async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Pin the cached prefixes of a prompt that end at its breakpoints; see `PinnedPrefixes.keep`."""
+        """Pin the prefixes of a prompt that `cache_control` marks; see `PinnedPrefixes.keep`."""
         return await self._ask(lambda worker: worker.prefixes.keep(prompt))
 
     async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is pinned already, and renew its pins."""
+        """Return which prefixes of a prompt are pinned already, and let their ttl start again."""
         return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
         """Divide the memory for pins among *num_tenants* tenants, from the engine's next step on.
 
-        If a tenant has more pins than its new share allows, they stay until they end or are renewed.
+        If a tenant's pins exceed its new share, they stay until they end or are renewed.
         """
         self._llm.tell(lambda _: self._worker.share_among(num_tenants))
 
@@ -206,7 +206,7 @@ class Documents:
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
 
-        The engine keeps pinned blocks until it ends itself. If the caller is cancelled, closing continues in the
+        Pinned blocks stay pinned until the engine ends. If the caller is cancelled, closing continues in the
         background. A second call waits until closing is complete.
         """
         self._stop()
@@ -215,7 +215,7 @@ class Documents:
         await asyncio.shield(self._closing)
 
     def _stop(self) -> None:
-        """Ignore from now on that the engine's thread has finished computing a document."""
+        """Stop recording which documents the engine's thread has computed."""
         self._is_closed = True
 
     async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
@@ -334,7 +334,7 @@ class Documents:
             raise ValueError("the document has 0 tokens; give it at least one")
 
     def _longest(self, max_tokens: int | None) -> int:
-        """Return the maximum length of a document: what the engine can take, but at most *max_tokens* if given."""
+        """Return the maximum length of a document in tokens: the engine's limit, or *max_tokens* if that is lower."""
         longest = self._llm.longest_request - 2  # room for a question and an answer of one token each
         return longest if max_tokens is None else min(longest, max_tokens)
 
@@ -382,7 +382,7 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 def documents_path(config: Config) -> Path | None:
     """Return the folder in which documents are stored; None if documents are not stored.
 
-    It is `documents.path`, or by default a folder next to the store of [disk]. With a sidecar, [disk] is in the
+    It is `documents.path`, or by default a folder next to `disk.path`. With a sidecar, [disk] is in the
     sidecar's configuration, so only `documents.path` counts.
     """
     if config.documents.path is not None:
@@ -394,7 +394,7 @@ def documents_path(config: Config) -> Path | None:
 
 
 def persistence_advice(sidecar: str | None) -> str:
-    """Return a text that says which settings make documents survive the end of the process."""
+    """Return a text that says which settings keep documents when the process ends."""
     return f"to keep them, set documents.path{' or configure [disk]' if sidecar is None else ''}"
 
 

@@ -18,8 +18,8 @@ from kvtier.tiers.naming.request_text import check_text
 class Draft:
     """A document that a client wants to store, as *text* or as *token_ids*.
 
-    If *form* is None, a text becomes a document for chats if the tokenizer has a chat template. Otherwise, it becomes a
-    document for plain prompts. Raises ValueError for text that is not valid Unicode.
+    If *form* is None, a text is for chats if the tokenizer has a chat template, and for plain prompts if not. Token ids
+    are for plain prompts. Raises ValueError for text that is not valid Unicode.
     """
 
     text: str | None
@@ -62,7 +62,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return a digest of the tokenizer and its chat template, to detect that they now produce other token ids."""
+    """Return a digest of the tokenizer and its chat template. If it changes, stored token ids are invalid."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -183,7 +183,7 @@ class DocumentFolder:
         else:
             raise Damaged("its first bytes are not those of a document's file")
         if xxhash.xxh3_128_digest(content) != digest:
-            raise Damaged("its bytes do not match their digest")
+            raise Damaged("it is corrupt: its bytes do not match their digest; put the document again")
         return bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""FolderThread: runs a DocumentFolder in a thread for coroutines. MemoryFiles: its replacement without a folder."""
+"""FolderThread: runs a DocumentFolder in a thread for coroutines. MemoryFiles: used if no folder is configured."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class FolderThread:
     is_kept = True
 
     def __init__(self, thread: ThreadPoolExecutor, folder: DocumentFolder) -> None:
-        """Take ownership of *thread* and *folder*, which `close` closes. Use `open` to create an instance."""
+        """Create an instance for an open *folder*, to use in *thread*. Callers use `open` instead."""
         self._thread = thread
         self._folder = folder
 

@@ -12,7 +12,10 @@ from kvtier.tiers.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a prompt, set by `cache_control`. The prefix before it stays pinned *ttl_s* after each use."""
+    """A position in a prompt that `cache_control` marks.
+
+    The prefix before the position stays pinned for *ttl_s* seconds after each use.
+    """
 
     num_tokens: int  # before the breakpoint
     ttl_s: float
@@ -31,7 +34,7 @@ class MarkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The part of a prompt that is pinned."""
+    """The result of `PinnedPrefixes.keep` and `read`: which prefixes of a prompt are pinned."""
 
     num_before: int = 0  # tokens that were pinned before the call
     breakpoints: Sequence[Breakpoint] = ()  # whose prefixes are pinned now; each is moved back to the end of a block
@@ -48,9 +51,9 @@ class _Kept:
 class PinnedPrefixes:
     """The pinned prefixes of prompts, within each tenant's share of host memory. Owned by the engine's thread.
 
-    If a prefix extends a pinned one, only its further tokens are pinned, so shared tokens are pinned once. The shorter
-    prefix must then stay as long as the longer one. So its ttl is raised to that of the longer prefix, and using the
-    longer prefix renews both.
+    If a prefix extends a pinned one, only the tokens after the shorter prefix are pinned anew. The longer prefix then
+    needs the shorter one. So the shorter prefix gets at least the ttl of the longer one, and each use of the longer
+    prefix renews both.
     """
 
     def __init__(self, core: EngineCore, shares: PinShares) -> None:
@@ -74,7 +77,7 @@ class PinnedPrefixes:
         return Keeping(num_before, kept)
 
     def read(self, prompt: MarkedPrompt) -> Keeping:
-        """Return the part of a prompt that is pinned already, and renew its pins."""
+        """Return which prefixes of a prompt are pinned already, and let their ttl start again."""
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
         kept = [each for each in self._in_whole_blocks(prompt, chain) if each.num_tokens <= _end_of(path)]
@@ -90,7 +93,10 @@ class PinnedPrefixes:
                 yield Breakpoint(num_tokens, each.ttl_s)
 
     def _pin(self, breakpoint_: Breakpoint, tenant: str | None, chain: BlockChain, path: list[_Kept]) -> bool:
-        """Pin the tokens from the end of *path* to the breakpoint; return False if the tenant's share has no room."""
+        """Pin the prefix up to the breakpoint, and append it to *path*, the shorter prefixes that are pinned already.
+
+        Return False if the tenant's share has no room.
+        """
         start, end, ttl_s = _end_of(path), breakpoint_.num_tokens, breakpoint_.ttl_s
         pin = self._shares.pin(tenant, chain, end, until=self._core.pins.now() + ttl_s, start=start)
         if pin is None:
@@ -105,7 +111,7 @@ class PinnedPrefixes:
             self._core.pins.prolong(prefix.pin, self._core.pins.now() + prefix.ttl_s)
 
     def _begun_with(self, tenant: str | None, chain: BlockChain) -> list[_Kept]:
-        """Return the tenant's pinned prefixes of the prompt, shortest first, without gaps between them."""
+        """Return the prompt's prefixes that are pinned for the tenant, shortest first."""
         self._forget_ended()
         mine, path = self._kept.get(tenant, {}), list[_Kept]()
         for name in [name for name in chain.names if name in mine]:

@@ -7,7 +7,7 @@ from kvtier.tiers.pins import Pin
 
 
 class PinShares:
-    """Limits on the pins of documents and prompts. Half of host memory may be pinned; tenants have equal shares of it.
+    """Limits on pins of documents and prompts. Each tenant has an equal share of one half of host memory.
 
     Whether a pin is refused depends only on the tenant's own pins, so it reveals nothing about other tenants.
     *num_tenants* may be changed. If that makes shares smaller, existing pins stay until they end or are renewed. Owned
@@ -33,9 +33,9 @@ class PinShares:
         instead_of: Pin | None = None,
         start: int = 0,
     ) -> Pin | None:
-        """Pin the cached blocks of tokens *start* to *num_tokens* until the time *until*.
+        """Pin the cached blocks of a prompt's tokens from *start* up to *num_tokens*, until the time *until*.
 
-        The new pin replaces *instead_of*. If *start* is not 0, another pin of the tenant must hold earlier tokens.
+        The new pin replaces *instead_of*. If *start* is not 0, another pin must hold the tokens before *start*.
 
         Returns:
             The pin, or None if the tenant's share has no room. In that case, *instead_of* stays unchanged.

@@ -21,7 +21,7 @@ class NoRoomToPin(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The end times of a document's pin and of its loading into host memory (warming); 0: none."""
+    """The times at which a document's pin ends, and at which its warming times out. 0: not pinned, or not warming."""
 
     pinned: float = 0.0
     warming: float = 0.0
@@ -47,8 +47,8 @@ class _Kept:
 class DocumentPins:
     """The documents to keep in host memory, within each tenant's share of it. Owned by the engine's thread.
 
-    Every half minute, each pin is renewed, which reloads blocks that host memory has lost. `TimedPins` releases a pin
-    at its end time, and `tick` then forgets the document.
+    Each pin is renewed every half minute, to reload blocks that host memory has lost. When a pin's time is over,
+    `TimedPins` releases it, and `tick` forgets the document.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class DocumentPins:
     ) -> None:
         """Create an instance without pins.
 
-        *chain_of* returns the hashes (names) of a document's blocks. *compute* queues a document whose blocks are not
-        all cached.
+        *chain_of* returns the hashes of a document's blocks. *compute* queues the computation of a document that is not
+        fully cached.
         """
         self._core = core
         self._chain_of = chain_of
@@ -81,8 +81,8 @@ class DocumentPins:
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
         """Keep a document in host memory for *ttl_s* seconds from now.
 
-        If the tenant's share has no room, NoRoomToPin is raised, and an earlier pin stays unchanged. With
-        *must_have_room* false, no error is raised, and the document is pinned once there is room.
+        If the tenant's share has no room, NoRoomToPin is raised, and an earlier pin stays unchanged. But if
+        *must_have_room* is false, the document is pinned later, once there is room.
         """
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
@@ -113,7 +113,7 @@ class DocumentPins:
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Check some documents in turn. Stop after forgetting a document or renewing a pin, because both are slow."""
+        """Check the next few documents. Stop once one is forgotten or renewed, because that is slow."""
         for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -163,8 +163,8 @@ class DocumentPins:
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
         """Replace the document's pin by a pin that ends at `ends.last`, and compute blocks that no tier holds.
 
-        If the tenant's share has no room and *must_have_room* is true, return False and change nothing. If
-        *must_have_room* is false, end the earlier pin, so that the next renewal tries again.
+        If the tenant's share has no room, return False and change nothing. But if *must_have_room* is false, end the
+        earlier pin and return True; the next renewal tries again.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

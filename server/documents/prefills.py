@@ -42,8 +42,8 @@ class DocumentPrefills:
     ) -> None:
         """Create an empty queue.
 
-        *extra_of* returns the extra keys in the hashes of a document's blocks. *on_ended* is called with each document
-        that ends, and with None if it was computed, or else the reason for the failure.
+        *extra_of* returns the adapter and cache_salt with which a document's blocks are hashed. *on_ended* is called
+        with each document that ends and the reason for its failure, or None if it was computed.
         """
         self._core = core
         self._extra_of = extra_of

@@ -45,12 +45,12 @@ class DocumentState:
 class DocumentWorker:
     """The part of `Documents` that runs in the engine's thread: it computes documents, and pins documents and prompts.
 
-    It owns the queue of documents to compute, and all pins with the tenants' shares. The engine's thread creates it,
-    calls `tick` after every step, and ends it (`AsyncLLM.add_attendant`).
+    It has the queue of documents to compute, and all pins. `AsyncLLM.add_attendant` creates it in the engine's thread,
+    which then calls `tick` after every step, and finally `end`.
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
-        """Create a worker. *salt_of* returns the cache_salt in the hashes of a document's blocks."""
+        """Create a worker. *salt_of* returns the cache_salt with which a document's blocks are hashed."""
         self._core = core
         self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
@@ -62,7 +62,10 @@ class DocumentWorker:
         self.prefixes = PinnedPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
-        """Return the extra keys in the hashes of a document's blocks; raise ValueError for an unknown adapter."""
+        """Return the adapter and cache_salt with which a document's blocks are hashed.
+
+        Raises ValueError for an unknown adapter.
+        """
         return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
 
     def add(self, document: Document, on_ready: Callable[[], None]) -> None:

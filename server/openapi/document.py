@@ -46,8 +46,8 @@ _SCHEMES = {
 def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict: bool) -> Object:
     """Return the OpenAPI document of *operations* as a JSON object.
 
-    *needs_key* is whether the server has a key file. *is_strict* is whether tenants are isolated from each other; in
-    that case, routes that need a key may answer 403.
+    With *needs_key*, clients need an API key. With *is_strict*, tenants are isolated from each other, so a route may
+    refuse a tenant's key with 403.
     """
     kinds = list(_kinds(operations))
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -70,7 +70,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool, is_strict
 
 
 class _Writer:
-    """A converter of operations to OpenAPI. *schemas* maps `id(type)` of each type in the operations to its schema."""
+    """A converter of operations to OpenAPI. *schemas* has the schemas of all types, by the `id` of the type."""
 
     def __init__(self, schemas: Mapping[int, Object], needs_key: bool, is_strict: bool) -> None:
         self._schemas = schemas
@@ -126,7 +126,7 @@ class _Writer:
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
-    """Yield the types in *operations* that need schemas. A type may be yielded several times."""
+    """Yield the types of the requests and answers of *operations*. A type may be yielded several times."""
     yield ErrorAnswer
     yield AnthropicErrorAnswer
     for operation in operations:
@@ -138,7 +138,7 @@ def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:
 
 
 def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping[str, Object]) -> None:
-    """Add the fields in `body.ignored` and `body.neutral` to the schemas of its structs.
+    """Add the fields in `body.ignored` and `body.neutral` to the schemas of the body's structs.
 
     The structs do not have these fields, but the server accepts them in requests.
     """

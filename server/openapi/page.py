@@ -79,7 +79,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
 
 
 def _content(told: Mapping[str, Any]) -> str:
-    """Return the media types of a request's body or of an answer as HTML, each followed by its type."""
+    """Return HTML with each media type of a request's body or an answer, followed by the type of the content."""
     return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 

@@ -43,6 +43,6 @@ class OpenApiRoutes:
 
 
 def _is_served(app: Starlette, operation: Operation) -> bool:
-    """Return whether the app has a route for *operation*. Routes for operators exist only if operators have tokens."""
+    """Return whether the app has a route for *operation*. Routes for operators are optional."""
     scope = {"type": "http", "path": operation.path, "method": operation.method}
     return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

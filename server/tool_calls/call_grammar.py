@@ -22,7 +22,7 @@ class CallGrammar:
     def __init__(
         self, shape: CallShape, functions: Sequence[Function], special: Mapping[str, int], *, is_parallel: bool
     ) -> None:
-        """Prepare the grammars. *special* maps special tokens to their ids, by which grammars refer to them."""
+        """Prepare the grammars, which refer to special tokens by id. *special* maps these tokens to their ids."""
         self._shape = shape
         self._functions = functions
         self._special = special
@@ -41,7 +41,7 @@ class CallGrammar:
     def free(self, trigger: str) -> str:
         """Return the grammar of an answer that consists of any text, or of any text and then calls.
 
-        Once the answer contains *trigger*, which is a prefix of the shape's marker, it must continue with a call.
+        Once the answer contains *trigger*, a prefix of the text with which calls begin, a call must follow.
         """
         if trigger in self._special:
             begun = [f"begun: TEXT {self._literal(trigger)}"]
@@ -89,8 +89,8 @@ def _arguments(function: Function) -> str:
 def _json(schema: Mapping[str, Any], where: str, *, strict: bool) -> str:
     """Return the grammar rule for JSON that follows *schema*.
 
-    Unless *strict*, schema keywords that a grammar cannot express are ignored, and reported to the client. *where* is
-    the path of the schema in the request, for this report.
+    If *strict*, a schema keyword that a grammar cannot express is an error. Otherwise it is ignored, and reported to
+    the client with *where*, the path of the schema in the request.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options, '$comment': where}, ensure_ascii=False)}"

@@ -19,7 +19,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One or more calls that are written together, such as a JSON list. *end* is the index behind them in the text."""
+    """One or more calls that are written together, such as a JSON list. *end* is the index in the text after them."""
 
     end: int
     calls: Sequence[ParsedCall]
@@ -36,7 +36,7 @@ class BlockBegin(Protocol):
     """A factory of block readers."""
 
     def __call__(self, start: int) -> BlockReader:
-        """Return a reader of the block that may begin at index *start* of the answer's text."""
+        """Return a reader that parses the answer's text from index *start* on, where a block may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,13 @@ class CallShape:
 class CallSyntax:
     """The format in which a family of models writes tool calls.
 
-    A grammar makes the model write calls exactly like *shape*. Without a grammar, calls are recognized more leniently:
-    a text of *markers* begins a block of calls, which a reader from *block* parses. One of the *trailers* may follow.
-    If *is_bare*, an answer may also begin with a block that has no marker.
+    A grammar makes the model write calls exactly like *shape*. Without a grammar, other forms are accepted too:
 
-    *special* lists the parts of calls that may be special tokens. Decoding must not drop them from the text.
+    - A block of calls begins with one of *markers*. If *is_bare*, a block before any text needs no marker.
+    - A reader that *block* creates parses what follows the marker.
+    - One of *trailers* may follow the block, and is dropped.
+
+    *special* lists the parts of calls that may be special tokens. Decoding must keep these tokens in the text.
     """
 
     name: str

@@ -32,7 +32,7 @@ Delta: TypeAlias = TextDelta | CallBegin | ArgumentsDelta
 
 
 class Reader(Protocol):
-    """A parser of one answer that arrives in pieces. The result does not depend on where the answer is cut."""
+    """A parser of one answer that arrives in pieces. The result does not depend on how the answer is divided."""
 
     def push(self, text: str) -> list[Delta]:
         """Parse the answer's next piece *text*, and return the deltas that no later piece can change."""

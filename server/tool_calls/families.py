@@ -68,11 +68,11 @@ SYNTAXES: dict[str, CallSyntax] = {syntax.name: syntax for syntax in _SYNTAXES}
 
 
 def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> CallSyntax:
-    """Return the syntax in which a model with this tokenizer writes calls. *asked* overrides the choice.
+    """Return the syntax in which a model with this tokenizer writes calls.
 
-    The chat template renders a sample call. The first family that can parse this call is chosen, unless it is plain
-    JSON. Otherwise, the first family whose marker occurs in the template or the vocabulary is chosen. The last resort
-    is plain JSON.
+    *asked* names the syntax. If it is None, the chat template renders a sample call, and the first family that can
+    parse this call is chosen. If that is plain JSON or none, the first family whose marker occurs in the template or
+    the vocabulary is chosen. The last resort is plain JSON.
     """
     if asked is not None:
         return SYNTAXES[asked]
@@ -87,7 +87,7 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
 
 
 def _writes(syntax: CallSyntax, call: str | None) -> bool:
-    """Return whether *call*, the chat template's rendering of a call of the tool PROBE, is in the family's format."""
+    """Return whether *call*, a sample call that the chat template has rendered, is in the family's format."""
     if call is None or _key(syntax) not in call:
         return False
     return any(each.name == PROBE for each in read_whole(FreeReader(syntax, [PROBE]), call).calls)

@@ -23,7 +23,7 @@ class FreeReader:
         self._is_parallel = is_parallel
         self._held = ""  # text that is not reported yet: white space, then a possible marker or an incomplete block
         self._block: BlockReader | None = None
-        self._block_at = 0  # where the block, with its marker, begins in the held text
+        self._block_at = 0  # where the block, with its marker, begins in `_held`
         self._body_at = 0  # where the block's marker ends
         self._is_behind_block = False
         self._has_text = False  # text other than white space was reported
@@ -45,7 +45,7 @@ class FreeReader:
         return self._deltas
 
     def _step(self, is_last: bool) -> bool:
-        """Parse the next part of the held text, and return whether to continue with the rest."""
+        """Parse the next part of `_held`, and return whether to continue with the rest."""
         if self._is_behind_block:
             return self._skip_trailer(is_last)
         if self._block is None:
@@ -68,9 +68,9 @@ class FreeReader:
         return False
 
     def _begin(self) -> tuple[int, int] | None:
-        """Return the index of the next block in the held text, and the index of the block's content behind its marker.
+        """Return two indexes into `_held`: where the next block begins, and where its marker ends.
 
-        The two are equal for a block without a marker. Returns None if no block begins in the held text.
+        The two are equal for a block without a marker. Returns None if no block begins in `_held`.
         """
         found = [(place, place + len(m)) for m in self._syntax.markers if (place := self._held.find(m)) >= 0]
         if self._syntax.is_bare and not self._has_text:

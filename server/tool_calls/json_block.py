@@ -43,8 +43,8 @@ class JsonBlock:
 class BareBlock(JsonBlock):
     """A `BlockReader` of a JSON block without a marker. Only its keys distinguish it from an ordinary answer in JSON.
 
-    It rejects a text whose first key is not a key of calls. So an ordinary answer in JSON is held back only until its
-    first key has arrived.
+    The first key must be one that a call may have, such as "name". So an ordinary answer in JSON is held back only
+    until its first key has arrived.
     """
 
     def read(self, text: str) -> Block | None:

@@ -26,8 +26,8 @@ class JsonExtent:
     def end_in(self, text: str) -> int | None:
         """Return the index behind the end of the object or list, or None if *text* does not contain the end yet.
 
-        *text* must begin with the text of the previous call. Raises `NotJson` if there is no opening bracket at the
-        start, or if a character outside of strings is not allowed in JSON.
+        Each *text* must begin with the *text* that was passed before. Raises `NotJson` if there is no opening bracket
+        at the start, or if a character outside of strings is not allowed in JSON.
         """
         while self._place < len(text):
             if self._in_string:

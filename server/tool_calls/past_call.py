@@ -37,9 +37,9 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 def _as_object(arguments: str | None) -> dict[str, Any]:
-    """Return the arguments as an object, because chat templates iterate over its items.
+    """Return the arguments as an object, as some chat templates require.
 
-    Arguments that are no JSON object, for example because `max_tokens` cut them off, become its only value.
+    Arguments that are not a JSON object, for example because they were cut off, become the value of a key "arguments".
     """
     try:
         read = msgspec.json.decode(arguments or "null")

@@ -22,7 +22,7 @@ class ShapedReader:
     """
 
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
-        """Create a reader. *trigger* is the beginning of the shape's marker after which the grammar enforces a call."""
+        """Create a reader. The grammar enforces a call after *trigger*, a prefix of the text with which calls begin."""
         self._shape = shape
         self._trigger = trigger
         self._held = ""

@@ -26,7 +26,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         kind = (self.parameters or {}).get("type")
         if kind not in (None, "object"):
-            raise ValueError("parameters: is not the schema of an object; set its type to object")
+            raise ValueError("parameters: this is not the schema of an object; set its type to object")
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool of a request. *cache_control* asks to keep the prompt cached up to the end of this tool."""
+    """A tool of a request. With *cache_control*, the cache keeps the part of the prompt that ends with this tool."""
 
     function: Function
     type: Literal["function"] = "function"

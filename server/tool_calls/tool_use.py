@@ -21,14 +21,14 @@ from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The syntax of the served model's calls, and the ids of the special tokens that occur in calls, by their text."""
+    """The format of the served model's calls. *special* maps the text of each special token in calls to its id."""
 
     syntax: CallSyntax
     special: Mapping[str, int]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) -> Self:
-        """Return the format of a model with this tokenizer. If *asked* is None, its chat template decides."""
+        """Return the format of a model with this tokenizer. *asked* names it; if None, the chat template decides."""
         syntax = syntax_of(tokenizer, asked)
         tokens = tokenizer.added_tokens_decoder.items()
         special = {token.content: token_id for token_id, token in tokens if token.special}

@@ -51,7 +51,7 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
 
 
 def browser_rules(config: HttpConfig) -> BrowserRules:
-    """Return the rules that protect a server without a token from requests of other sites' pages in a browser."""
+    """Return the rules by which a server without a token refuses requests that other sites' pages make in a browser."""
     return BrowserRules.of(
         config.host,
         config.allowed_hosts,
@@ -80,8 +80,8 @@ class Access:
         """Wrap *app*.
 
         Each path of *paths* is counted separately. All others are counted together, because a client could make up
-        any number of paths. With *has_operators*, requests for operators' verbs are let through without the token,
-        because *app* checks the operators' own tokens.
+        any number of paths. With *has_operators*, requests for operators' verbs, such as evict, need not have the
+        token, because *app* checks the operators' own tokens.
         """
         self._has_operators = has_operators
         self._app = app
@@ -114,7 +114,7 @@ class Access:
             self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
 
     def _label(self, path: str) -> str:
-        """Return the label of a path in metrics. Clients cannot create labels."""
+        """Return the label of a path in metrics. Unknown paths share a label, so clients cannot create labels."""
         if path.startswith(f"{ASSETS}/"):
             return PAGE
         if path in self._paths:

@@ -36,7 +36,7 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 async def checked(owner: Owner) -> list[Layout]:
     """Verify the bookkeeping of all layouts, endpoints and pins, and return the layouts.
 
-    Engines are served in between, after each layout. Raises ApiError with the first inconsistency.
+    Engines are served after each layout. Raises ApiError with the first inconsistency.
     """
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:

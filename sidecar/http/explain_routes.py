@@ -28,8 +28,8 @@ EXPLAIN = "/v1/kvtier/explain"
 class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of the `POST` request. *prompt* has token ids, because a sidecar has no tokenizer.
 
-    If *request_id* is given, the past lookup of that request is explained. It must have had the same prompt. Otherwise,
-    the answer explains what a lookup of the prompt would find now.
+    If *request_id* is given, the answer explains the past lookup of that request, whose prompt must have been the same.
+    Otherwise, it explains what a lookup of the prompt would find now.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -78,7 +78,7 @@ class ExplainRoutes:
     async def _explained(self, explainer: Explainer, pasts: Sequence[Past]) -> Sequence[Explanation]:
         """Explain one lookup after the other.
 
-        Only the evidence is collected on the thread that owns the tiers, which serves engines in between.
+        The thread that owns the tiers collects the evidence of one lookup at a time, and serves engines in between.
         """
         found = []
         for past in pasts:

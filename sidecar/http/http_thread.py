@@ -19,10 +19,10 @@ _END_S = 10.0  # longest wait for the end of the thread
 
 
 class Beside(Protocol):
-    """A background task of the server, such as the dashboard. Its streamed answers end only when `end` is called."""
+    """A part of the app that has a background task and endless streamed answers, such as the dashboard."""
 
     async def run(self) -> None:
-        """Run until `end` is called."""
+        """Run the background task until `end` is called."""
 
     def end(self) -> None:
         """End the streamed answers, and make `run` return soon."""

@@ -29,11 +29,11 @@ _COPIES = (Route.HOST_TO_DISK, Route.DISK_TO_HOST)  # the other lanes copy nothi
 class SidecarMetrics:
     """The content of `/metrics`: the sidecar's current state, and the counters of the HTTP server.
 
-    Models, layouts and clients are never labels, so clients cannot create labels. Owned by the event loop.
+    No label names a model, layout or client, so clients cannot create labels. Owned by the event loop.
     """
 
     def __init__(self, compat: Sequence[str] = ()) -> None:
-        """Create the HTTP server's counters. *compat* is `compat` of `[metrics]` in the configuration."""
+        """Create the HTTP server's counters. *compat* lists other projects whose metric names are exported too."""
         self._registry = CollectorRegistry()
         self._compat = compat
         self.requests = RequestMetrics(self._registry)

@@ -22,7 +22,7 @@ class Owner:
     async def ask(self, question: Callable[[], _Answer], answer_s: float | None = None) -> _Answer:
         """Run *question* on the thread that owns the tiers, and return its result or raise its exception.
 
-        Raises ApiError 503 if there is no result after *answer_s* seconds, which default to those of `__init__`. If
+        Raises ApiError 503 if there is no result after *answer_s* seconds (default: *answer_s* of `__init__`). If
         *question* has not begun by then, it is never run.
         """
         wait_s = self._answer_s if answer_s is None else answer_s

@@ -50,8 +50,8 @@ class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
 class PinRoutes:
     """The handlers of the routes that make and end pins. Owned by the event loop.
 
-    The names of a prompt's chunks are computed on a thread of their own, so that this delays neither the event loop nor
-    the thread that owns the tiers.
+    Computing the names of a prompt's chunks takes a while. So it runs on another thread, and delays neither the event
+    loop nor the thread that owns the tiers.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -109,7 +109,10 @@ class PinRoutes:
             await asyncio.sleep(LOOK_S)
 
     def _layouts(self, model: str) -> list[tuple[AnyChunkLayout, LayoutTiers]]:
-        """Return the model's layouts whose chunk names depend only on tokens and salt, with their tiers."""
+        """Return the layouts with which LMCache clients use the model, with their tiers.
+
+        The chunk names of other layouts cannot be computed from tokens and salt alone.
+        """
         every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
         return [
             (layout, tiers) for layout, tiers in every if isinstance(layout, AnyChunkLayout) and layout.model == model

@@ -62,7 +62,7 @@ class SidecarSource:
         return self._sampled(snapshot, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the slowest lookups, which are the same for every *group* of viewers."""
+        """Return the slowest lookups. All viewers get the same, whatever their *group*."""
         sidecar = self._owner.sidecar
         try:
             records = await self._owner.ask(sidecar.records.slowest)

@@ -35,9 +35,9 @@ SET = "(set)"  # in place of a secret
 class Snapshot:
     """The state of a sidecar at one moment.
 
-    *why_not_ready* is empty if the sidecar is ready. *pins* describes each pin like a client with leases.
-    *quarantined* lists ended clients whose leases are kept, because their processes may still copy. Times are by the
-    sidecar's clock.
+    *why_not_ready* is empty if the sidecar is ready. *pins* lists each pin as if it were a client with leases.
+    *quarantined* lists clients that have ended, but keep their leases, because their processes may still copy. *now*
+    and *started_at* are in seconds of the sidecar's clock.
     """
 
     statistics: SidecarStatistics
@@ -92,7 +92,7 @@ def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
 
 
 def what_if_view(ratios: HitRatios) -> Object:
-    """Return for each tier the estimated hit ratios at other sizes, by size factor.
+    """Return for each tier the hit ratios that are estimated for multiples of its size.
 
     A hit ratio includes the hits in faster tiers.
     """

@@ -15,10 +15,10 @@ def attached(
     promises: Iterable[Promise],
     stores: Iterable[Store],
 ) -> Iterator[AttachedClient]:
-    """Yield each registered worker, and each connection without a worker, such as a scheduler's, with its leases.
+    """Yield all registered workers, and all connections that have no worker (such as a scheduler's).
 
-    A promise, which is a reported hit, counts as a lease of the connection that did the lookup. A copy counts as a
-    lease of the worker that makes it.
+    The leases of a connection are its promises, which are the hits that were reported to it. The leases of a worker are
+    the copies that it makes now, and the promises of its connection.
     """
     workers, all_promises, all_stores = list(instances), list(promises), list(stores)
     for client in clients:

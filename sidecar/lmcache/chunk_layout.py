@@ -18,8 +18,8 @@ class ChunkLayout:
 
     *weights* is a digest or revision of the model's weights, or empty if it is not known. A chunk has the KV of
     *chunk_tokens* tokens of one rank. As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are
-    fused) of *num_layers* layers, *num_physical_slots* tokens and *width* elements. The engine's own blocks have
-    *block_size* tokens.
+    fused) of *num_layers* layers, *num_physical_slots* tokens (by default, *chunk_tokens*) and *width* elements. The
+    engine's own blocks have *block_size* tokens.
     """
 
     model: str

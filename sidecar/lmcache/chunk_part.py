@@ -73,8 +73,8 @@ class ChunkPart:
     As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are fused) of *num_layers* layers,
     *num_tokens* tokens and *width* elements.
 
-    *window_chunks* is the attention window: a hit needs this part only for its last *window_chunks* chunks. 0 means
-    all of its chunks.
+    *window_chunks* is the attention window: a hit needs this part of its last *window_chunks* chunks only, or of all
+    chunks if it is 0.
 
     The engine's own blocks have *block_size* tokens. If *is_recurrent*, the blocks are recurrent states, which the
     sidecar stores like any other bytes.
@@ -108,13 +108,13 @@ class ChunkPart:
 
 
 def check_fields(values: object) -> None:
-    """Raise `LayoutRefused` if a number or the dtype among the fields of this dataclass is invalid."""
+    """Raise `LayoutRefused` if the dtype or a number in the dataclass *values* is invalid."""
     for field in fields(values):  # type: ignore[arg-type]
         value = getattr(values, field.name)
         if field.name == "dtype" and value not in ELEMENT_BYTES:
             raise LayoutRefused(f"dtype {value!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
         if field.name != "window_chunks" and type(value) is int and not 1 <= value < 1 << 31:
-            raise LayoutRefused(f"{field.name} is {value}; it must be 1 or more")
+            raise LayoutRefused(f"{field.name} is {value}; it must be from 1 to 2147483647")
 
 
 def memories_of(
@@ -124,20 +124,22 @@ def memories_of(
     for part in parts:
         if part.num_bytes > extent_bytes:
             raise LayoutRefused(
-                f"a chunk of {chunk_tokens} tokens has {part.num_bytes} bytes, but an extent {extent_bytes}; "
-                "start the sidecar with fewer tokens in a chunk (chunk_tokens), or a larger extent"
+                f"a chunk of {chunk_tokens} tokens is larger than an extent: its size in bytes is {part.num_bytes}, "
+                f"that of an extent {extent_bytes}; start the sidecar with fewer tokens in a chunk (chunk_tokens), "
+                "or a larger extent"
             )
     memories = [ChunkMemory(segment, extent_bytes, part.num_bytes) for _ in range(num_ranks) for part in parts]
     num_slots = sum(memory.num_host_slots for memory in memories)
     if num_slots > MAX_SLOTS:  # check before the bookkeeping of any rank is allocated
         raise LayoutRefused(
-            f"a chunk of {chunk_tokens} tokens has only {sum(part.num_bytes for part in parts)} bytes, so all ranks "
+            f"chunks of {chunk_tokens} tokens are too small ({sum(part.num_bytes for part in parts)} bytes): all ranks "
             f"would have {num_slots} slots in host memory, but the limit is {MAX_SLOTS}; "
             "start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes
     if len(memories) > num_extents:
         raise LayoutRefused(
+            "host memory has too few extents for this engine: "
             f"its {num_ranks} ranks of {len(parts)} KV cache groups need an extent each, and host memory has "
             f"{num_extents} extents of {extent_bytes} bytes; start the sidecar with more host memory, or a smaller "
             "extent"

@@ -11,7 +11,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20  # about 1 ms of work: several threads can share a request, and other requests do not wait long
 BATCH_CHUNKS = 32
-MAX_IN_FLIGHT = 8  # batches in the lane; further batches wait in `DigestLane`, where clients take turns
+MAX_IN_FLIGHT = 8  # batches given to the threads; further batches wait in `DigestLane`, where clients take turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
 """A callback for a part of a request: the places of its slots, and their digests or None if the computation failed."""
@@ -19,7 +19,7 @@ Deliver = Callable[[range, Sequence[bytes] | None], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DigestBatch:
-    """A part of a caller's request: slots whose digests one task computes, and the callback for the result.
+    """Some slots of a caller's request, whose digests are computed together, and the callback for the result.
 
     *places* has the positions of these slots in the request.
     """
@@ -31,10 +31,10 @@ class DigestBatch:
 
 
 class DigestLane:
-    """The queue of chunks whose digests a lane (a pool of threads) computes. Owned by the sidecar's thread.
+    """A queue of chunks whose digests background threads compute. Owned by the sidecar's thread.
 
-    Each client's batches are computed in order. Clients take turns, so that a client with many chunks does not delay
-    the others. The caller must keep a lease on each slot until the callback for the slot has been called.
+    Each client's chunks are processed in batches, in order. Clients take turns, so that a client with many chunks does
+    not delay the others. The caller must keep a lease on each slot until the callback for the slot has been called.
     """
 
     def __init__(self, transfers: TransferEngine, route: Route) -> None:
@@ -46,10 +46,10 @@ class DigestLane:
         )  # by client; the one served last comes last
 
     def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
-        """Queue these slots, whose digests are passed to *deliver* later.
+        """Queue the chunks in these slots. *deliver* gets their digests later.
 
-        A later `poll` of the transfers calls *deliver*, once for each batch of slots. *client* identifies the client
-        whose turns are used. It is any object that is equal only to itself.
+        A later `poll` of the transfers calls *deliver*, once for each batch of slots. *client* is the client for which
+        the digests are computed. Any object that is compared by identity can stand for a client.
         """
         limit = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
         for start in range(0, len(slots), limit):
@@ -59,7 +59,7 @@ class DigestLane:
         self.pump()
 
     def pump(self) -> None:
-        """Submit waiting batches to the lane until it is full."""
+        """Submit waiting batches to the threads, until `MAX_IN_FLIGHT` batches are in flight."""
         while self._waiting and self._num_under_way < MAX_IN_FLIGHT:
             client, batches = next(iter(self._waiting.items()))
             if not self._submit(batches[0]):
@@ -82,9 +82,9 @@ class DigestLane:
 
 
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
-    """Return the digests of the chunks in these slots. Runs on a thread of the lane.
+    """Return the digests of the chunks in these slots. Runs on a background thread.
 
-    `digest_for_threads(2)` releases the GIL for each block, so that the thread that answers engines is not delayed.
+    The digest function releases the GIL for each block, so that the thread that answers engines is not delayed.
     """
     digest = digest_for_threads(2)
     return [digest(memory.host_block(slot)) for slot in slots]

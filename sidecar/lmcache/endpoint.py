@@ -47,19 +47,19 @@ MAX_HELD = 4096  # answers that wait for a promise at the same time
 
 
 class EndedConnections:
-    """Ended connections whose workers may still copy. The sidecar keeps its own end of them open.
+    """Connections that the sidecar no longer serves, but whose workers may still copy. Owned by the endpoint's thread.
 
-    The worker's end is closed when its process exits. It is also closed when the process closes its LMCache client,
-    which first waits for copies in flight. So once the worker's end is closed, no copy is in flight. The sidecar does
-    not shut down its own end earlier, because libzmq would then close the worker's end at once, even in the middle of a
-    copy. Owned by the endpoint's thread.
+    A worker's end of its connection is closed when its process exits. It is also closed when the process closes its
+    LMCache client, which first waits for copies in flight. So once the worker's end is closed, no copy is in flight.
+    Until then, the sidecar keeps its own end open. Otherwise libzmq would close the worker's end at once, even in the
+    middle of a copy.
     """
 
     def __init__(self) -> None:
         self._lifelines: dict[Client[list[bytes]], Lifeline] = {}
 
     def add(self, client: Client[list[bytes]], *, is_watched: bool) -> None:
-        """Keep the connection of *client* open if it *is_watched*; otherwise close it at once."""
+        """Keep the connection open if *is_watched* is True (a worker may still copy); otherwise close it at once."""
         if is_watched:
             self._lifelines[client] = Lifeline(client.connection)
         else:
@@ -84,7 +84,7 @@ class EndedConnections:
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A request that is being processed: its client, and the two frames of it that the answer repeats."""
+    """A request that is being processed: its client, and the two frames that the answer has to repeat."""
 
     client: Client[list[bytes]]
     uid: bytes
@@ -319,7 +319,7 @@ class LmcacheEndpoint:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Send the answers whose promise is settled or whose time is up, except to clients that do not read."""
+        """Send the answers that need not wait any longer. Clients that do not read get theirs later."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
@@ -348,10 +348,11 @@ class LmcacheEndpoint:
         return self._chunk_tokens
 
     def _negotiate_chunk_size(self, call: PendingCall, alignment: int) -> object:
-        """Return the sidecar's chunk size. Log a refusal if it is not a multiple of *alignment*, as the client needs.
+        """Return the sidecar's chunk size. Log a refusal if it is not a multiple of *alignment*.
 
-        The client itself refuses such a size. The answer does not depend on *alignment*, because the scheduler and all
-        workers of an engine must get the same answer, even after a restart of the sidecar.
+        An engine does not start with a chunk size that is not such a multiple. The answer does not depend on
+        *alignment*, because the scheduler and all workers of an engine must get the same answer, even after a restart
+        of the sidecar.
         """
         if self._chunk_tokens % alignment:
             self._refusals.refused(
@@ -394,8 +395,8 @@ class LmcacheEndpoint:
     def _lookup(self, call: PendingCall, key: Key, tp_size: int) -> object:
         """Start to find out how many chunks are cached; `query_prefetch_status` returns the result.
 
-        The engine itself has the chunks before *key*'s start. They must be cached too, but the engine does not load
-        them.
+        The engine itself has the chunks before *key*'s start, and does not load them. But there is a hit only if the
+        sidecar has them too, see `Promise`.
         """
         for earlier in self._promises.of_request(key.request_id):
             if earlier.client is call.client:
@@ -415,7 +416,7 @@ class LmcacheEndpoint:
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
         if len(before) < chunks.start:
-            raise Refused("range", f"a lookup starts at token {key.start}, but the prompt has fewer tokens")
+            raise Refused("range", f"a lookup starts at token {key.start}, but its prompt has fewer tokens")
         ranks = range(key.world_size)
         self._promises.begin(
             call.client,
@@ -540,7 +541,7 @@ class LmcacheEndpoint:
     # Shared by the operations.
 
     def _chunks(self, key: Key) -> range:
-        """Return the numbers of the chunks in a worker's key. Raise `Refused` if its tokens are not whole chunks."""
+        """Return the numbers of the chunks that a worker requests. Raise `Refused` unless they are whole chunks."""
         if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
             raise Refused(
                 "range",
@@ -550,7 +551,7 @@ class LmcacheEndpoint:
         return range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
 
     def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """Return the names and parents of these chunks; of fewer if the key's tokens do not fill all of them."""
+        """Return the names and parents of these chunks, except those for which the key has too few tokens."""
         check_salt(key.cache_salt)
         names = self._token_keys.names(key.request_id, key.cache_salt, tokens_of(key))
         own = names[chunks.start : chunks.stop]
@@ -558,7 +559,7 @@ class LmcacheEndpoint:
         return NamedBlocks(own, parents, tenant_of(key.cache_salt))
 
     def _all_blocks(self, key: Key, chunks: range) -> NamedBlocks:
-        """Return the names and parents of these chunks. Raise `Refused` if the key's tokens do not fill all of them."""
+        """Return the names and parents of these chunks. Raise `Refused` if the key has too few tokens for them."""
         blocks = self._blocks(key, chunks)
         if len(blocks.names) < len(chunks):
             raise Refused("range", f"a worker requests chunks up to token {key.end}, but sends fewer tokens")
@@ -567,7 +568,10 @@ class LmcacheEndpoint:
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """Return a promise of the request that has these chunks for loading, or None. It may not be settled yet."""
+        """Return a promise of the request from which the worker can load these chunks; None if there is none.
+
+        The promise may not be settled yet.
+        """
         for promise in self._promises.of_request(key.request_id):
             groups = groups_of(instance.layout, rank)
             if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
@@ -635,10 +639,13 @@ def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot
 def _skipped(
     instance: Instance, rank: int, chunks: range, skipped: Sequence[Sequence[int]]
 ) -> Mapping[int, Sequence[int]]:
-    """Return, by group, which chunks a worker does not have and will not store. Raise `Refused` for an invalid list."""
+    """Return, by group, the chunks that a worker does not have and will not store.
+
+    Raises `Refused` if *skipped* does not fit the worker's groups or the chunks of its request.
+    """
     groups = groups_of(instance.layout, rank)
     if skipped and len(skipped) != len(groups):
-        raise Refused("range", f"a worker skips chunks of {len(skipped)} groups, but it has {len(groups)} groups")
+        raise Refused("range", f"a worker lists skipped chunks of {len(skipped)} groups, but it has {len(groups)}")
     if any(place >= len(chunks) for own in skipped for place in own):
         raise Refused("range", f"a worker skips a chunk that is not one of the {len(chunks)} chunks of its request")
     return dict(zip(groups, skipped, strict=False))

@@ -18,9 +18,9 @@ HYBRID_VERSION = 1  # of the digest's input
 class HybridLayout:
     """The layout (see `Layout`) of an LMCache engine with several KV cache groups.
 
-    *whole* describes all KV cache groups together, as the client reports it. This alone does not determine the bytes of
-    a chunk. So *parts* describes the part of a chunk that belongs to each KV cache group. Each part is looked up, kept
-    and evicted separately. In the tiers it is a group of its own. The groups of rank r begin at r * len(parts).
+    *whole* describes all KV cache groups together, as the client reports them. *parts* describes the part of a chunk
+    that belongs to each KV cache group. Each part is looked up, kept and evicted separately. So the tiers number the
+    groups of all ranks one after the other: those of rank r begin at r * len(parts).
     """
 
     whole: ChunkLayout
@@ -35,7 +35,9 @@ class HybridLayout:
                     f"group {number} has {part.num_tokens} tokens of each chunk, but a chunk has {self.chunk_tokens}"
                 )
             if part.is_recurrent and not part.window_chunks:
-                raise LayoutRefused(f"group {number} has recurrent states, but needs all chunks of a prefix")
+                raise LayoutRefused(
+                    f"group {number} has recurrent states, but needs all chunks of a prefix (window_chunks is 0)"
+                )
 
     @property
     def model(self) -> str:
@@ -83,6 +85,6 @@ AnyChunkLayout: TypeAlias = ChunkLayout | HybridLayout
 
 
 def groups_of(layout: AnyChunkLayout, rank: int) -> range:
-    """Return the numbers of the groups in the tiers that have the chunks of this rank."""
+    """Return the numbers that the groups of this rank have in the tiers."""
     num_parts = len(layout.parts)
     return range(rank * num_parts, (rank + 1) * num_parts)

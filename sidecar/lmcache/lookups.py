@@ -26,8 +26,8 @@ RETRIEVE = "kvtier.retrieve"  # the span of a worker's copy of chunks out of hos
 class Lookups:
     """Counts and records of lookups. Each lookup is counted once, when its result is known.
 
-    Only lmcache 0.5.7 and later report how many tokens an engine has on its device. With older clients, these tokens
-    are counted as if the engine did not have them. Owned by the endpoint's thread.
+    Only clients of lmcache 0.5.7 report how many tokens an engine has on its device. With older clients, only the
+    tokens before the start of the lookup count as the engine's own. Owned by the endpoint's thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Lookups:
     ) -> None:
         """Start at zero.
 
-        *tracer* is told of the workers' loads, and knows which requests are traced. It is told of lookups by *records*.
+        *tracer* is told of the workers' loads and stores by this object, and of lookups by *records*.
         """
         self._explainer = explainer
         self._tracer = tracer
@@ -90,7 +90,7 @@ class Lookups:
     def on_stored(self, tiers: LayoutTiers, request_id: str, names: Sequence[BlockName]) -> None:
         """Record that an engine stores these chunks, which are neither in host memory nor on disk.
 
-        These may include chunks of an answer, which were never looked up.
+        These may include chunks of the engine's output, which were never looked up.
         """
         self._what_if.on_generated(names, _chunk_bytes(tiers))
         if self._tracer is not None:

@@ -63,8 +63,8 @@ class GroupChunks:
     """The chunks of a promise in one group, and their leases.
 
     A chunk's place is its number, counted from the promise's first chunk. A chunk stays leased while a worker may load
-    it, and while it is being verified or copied. Leases that end together end from the last chunk to the first. A group
-    that forgets (such as one with a sliding window) has only the last chunks of the hit.
+    it, and while it is being verified or copied. A group that forgets (such as one with a sliding window) has only the
+    last chunks of the hit.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GroupChunks:
 
     @property
     def num_chunks(self) -> int:
-        """Length of the hit in chunks at the time when its chunks were leased."""
+        """Length in chunks of the original hit, before any `cut`."""
         return len(self._names)
 
     @property
@@ -128,7 +128,7 @@ class GroupChunks:
         return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
 
     def has(self, load: range) -> bool:
-        """Return whether all chunks that the group needs for loading the chunks *load* are still leased for it."""
+        """Return whether all chunks that the group needs for a load of these chunks are still leased."""
         chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
@@ -194,7 +194,7 @@ class GroupChunks:
         self._tiers.tiers.refresh(self.group_id, names, were_read)
 
     def let_go(self) -> None:
-        """End the leases on chunks that no load, copy or verification needs any more."""
+        """End the leases on chunks that no load, copy or verification needs any more, the last chunk first."""
         needed = self._is_wanted.copy()
         needed[self.end :] = False
         needed |= self._is_being_verified
@@ -277,7 +277,7 @@ class Promise:
 
     @property
     def every(self) -> list[GroupChunks]:
-        """Chunks of all groups that may have leases, including those of an earlier, longer hit."""
+        """The chunks of all groups, for the current hit and for longer hits of which some chunks are still leased."""
         return [*self.chunks, *self.former]
 
     @property
@@ -341,9 +341,9 @@ class Promise:
 class Promises:
     """The promises to all engines. Owned by the endpoint's thread.
 
-    While a worker may be copying from slots, they stay leased as long as its process may run. Otherwise the worker
-    could copy bytes that another engine has written to these slots meanwhile. All other leases end `IDLE_S` seconds
-    after the last message about their request.
+    Slots from which a worker may be copying stay leased until it reports that it is done, or until its process has
+    ended. Otherwise the worker could copy bytes that another engine has written to these slots meanwhile. All other
+    leases end at the latest `IDLE_S` seconds after the last message about their request.
     """
 
     def __init__(
@@ -547,10 +547,10 @@ class Promises:
         ]
 
     def _begin_chunks(self, promise: Promise) -> bool:
-        """Lease the cached chunks of all groups, within the client's share.
+        """Lease the cached chunks of all groups, as far as the client's share of host memory allows.
 
-        Returns False, and leases nothing, if the caller should try again later: either a missing chunk may soon be
-        cached, or many other chunks are being read from disk for the client.
+        Returns False, and leases nothing, if the caller should try again later. This is the case if a missing chunk may
+        soon be cached, or if many other chunks are being read from disk for the client.
         """
         tiers, names = promise.tiers, promise.blocks.names
         lasting = [group_id for group_id, group in promise.groups.items() if not group.forgets]

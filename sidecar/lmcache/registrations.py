@@ -30,7 +30,7 @@ class Instance:
         """Return the rank of the key's chunks. Raise `Refused` if the key does not match the worker's layout."""
         layout = self.layout
         if (key.model_name, key.world_size) != (layout.model, layout.world_size):
-            raise Refused("foreign_key", "a worker requests chunks of another model or world size than registered")
+            raise Refused("foreign_key", "a worker requests chunks of another model or world size than it registered")
         if key.worker_id is None or key.worker_id >= layout.world_size:
             raise Refused(
                 "foreign_key",
@@ -99,8 +99,8 @@ class Registrations:
     def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
         """Return False for the first ping of each worker that is not attached, and True for all other pings.
 
-        After the answer False, LMCache's client registers the worker again. It does so with its next ping, and only if
-        the answer to that is True.
+        If the answer to a ping is False, LMCache's client sends another one. If the second answer is True, the client
+        registers the worker again.
         """
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
@@ -110,9 +110,9 @@ class Registrations:
         return False
 
     def worker_of(self, model_name: str, world_size: int) -> Instance | None:
-        """Return any worker of that model; None if there is none.
+        """Return any worker of this model with this world size; None if there is none.
 
-        Raises `Refused` if the model's workers have different layouts, because a lookup does not name its layout.
+        Raises `Refused` if these workers have different layouts, because a lookup does not say which layout it means.
         """
         found = {
             instance.layout: instance

@@ -101,9 +101,9 @@ class Stores:
         If there are not enough slots, the first blocks get them. *chunks* has the numbers of the blocks among the
         prompt's chunks. *skipped* has, by group, the places in *blocks* that the worker does not have.
 
-        Returns no `Store` while the same chunks are already reserved for the same request. Another thread of the worker
-        may still be writing to the earlier slots. A commit names no slots, so the commit of the earlier slots could not
-        be told from that of new ones.
+        Returns an empty list if slots are already reserved for the same chunks of the same request, because another
+        thread of the worker may still be writing to those slots. A commit does not name its slots, so with two
+        reservations it would be unclear which one is committed.
         """
         if self._find(instance, rank, request_id, chunks):
             return []

@@ -19,9 +19,9 @@ decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 class Encoding(Protocol):
     """A way to write token ids as bytes.
 
-    In one encoding, two byte strings with a common beginning can be compared instead of their ids: if one string begins
-    with the other, its ids begin with the other's ids. Bytes in different encodings must not be compared, because the
-    same bytes may mean different ids.
+    Two requests in the same encoding can be compared without decoding: if the bytes of one begin with the bytes of the
+    other, so do the ids. Bytes in different encodings must not be compared, because the same bytes may mean different
+    ids.
     """
 
     def decode(self, body: bytes, num_tokens: int) -> "array[int]":

@@ -1,4 +1,4 @@
-"""Verifier: checks chunks against their digests, once for all promises that hold a chunk."""
+"""Verifier: checks chunks against their digests, and shares the results among promises."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +32,8 @@ class Verifier:
     Many requests for one document may arrive at once. So while a promise holds a chunk, a verification that began less
     than `FRESH_S` seconds ago also counts for other promises. A chunk that no promise holds is always verified again.
 
-    This is safe, because the first promise's lease protects the slot from reuse. Only a process of the same user that
-    writes to a slot without a lease could change the bytes unnoticed, and `FRESH_S` limits how long.
+    The result stays valid, because the first promise's lease protects the slot from reuse. The bytes change only if a
+    process writes to the slot without a lease. This goes unnoticed for at most `FRESH_S` seconds.
     """
 
     def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:
@@ -48,7 +48,7 @@ class Verifier:
 
         Returns an entry for each slot, in order, which the caller later passes to `release`. If the entry says that the
         chunk is good, *deliver* is not called for it. For all other chunks, a later `poll` of the transfers calls
-        *deliver*. The digests are computed in the turns of *client*, see `DigestLane`.
+        *deliver*. *client* is the client for which the chunks are checked.
         """
         now = self._clock()
         given: list[Checked] = []

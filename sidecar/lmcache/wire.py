@@ -1,8 +1,8 @@
 """LMCache's multiprocess protocol on the wire: the operations, their payloads, and answers to refused requests.
 
-A request is the frames `uid, operation, payload…`, its answer `uid, operation, result`. Each frame is one msgpack
-value. The protocol has no error answer, and a client that gets no answer waits for its timeout. So every operation has
-a harmless result, which refused requests get.
+A request consists of the frames `uid, operation, payload…`. Its answer consists of `uid, operation, result`. Each frame
+is one msgpack value. The protocol has no error answer, and a client that gets no answer waits until its timeout. So
+every operation has a harmless result, which refused requests get.
 
 Two forms of the protocol are served at the same time: that of lmcache 0.5.5 and 0.5.6, and that of 0.5.7. Clients do
 not announce their version, but each message shows it: token ids are an array, or packed (`Key`), and two operations
@@ -240,7 +240,7 @@ _decode_number = msgspec.msgpack.Decoder(int | str).decode
 
 
 def decode_operation(frame: bytes, num_payload: int) -> int | str:
-    """Return the operation's number or name. Raise `Refused` if it is unknown, or if only old clients send it."""
+    """Return the operation's number or name. Raise `Refused` if the sidecar does not serve the operation."""
     try:
         number = cast("int | str", _decode_number(frame))
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -275,7 +275,7 @@ def is_number(frame: bytes) -> bool:
 def check_salt(salt: str) -> None:
     """Raise `Refused` for a salt that LMCache's own clients cannot send."""
     if FORBIDDEN_IN_SALTS & set(salt):
-        raise Refused("salt", "a request's cache_salt has one of the characters @ / \\ NUL")
+        raise Refused("salt", "a request's cache_salt has one of the forbidden characters @ / \\ NUL")
 
 
 def _first_words(error: Exception) -> str:

@@ -29,7 +29,7 @@ class Zmtp:
     """
 
     def __init__(self) -> None:
-        self.has_more = False  # whether there may be complete messages beyond the limit
+        self.has_more = False  # whether `receive` may have left complete messages in the buffer
         self.to_send = bytearray(_GREETING)  # taken and cleared by the connection's owner
         self._buffer = bytearray()
         self._frames: list[bytes] = []  # of the message that is not complete
@@ -39,13 +39,13 @@ class Zmtp:
 
     @property
     def num_held_bytes(self) -> int:
-        """Number of bytes of messages that were not returned yet, because they are incomplete or beyond the limit."""
+        """Number of received bytes whose messages have not been returned yet."""
         return len(self._buffer) + self._num_frame_bytes
 
     def receive(self, data: bytes, limit: int | None = None) -> list[list[bytes]]:
         """Add *data* to the received bytes. Return at most *limit* complete messages, each a list of frames.
 
-        Further messages stay in the buffer until the next calls, because lists of frames take twenty times the memory.
+        Further messages stay in the buffer, because they would take twenty times the memory as lists of frames.
         Raises `Garbage` if the data is invalid, so that the connection has to end.
         """
         self._buffer += data
@@ -64,11 +64,11 @@ class Zmtp:
         """Check the part of the greeting that has arrived, and return how many bytes have been processed."""
         head = bytes(self._buffer[:GREETING_BYTES])
         if head[:1] not in (b"", b"\xff") or (len(head) > 9 and head[9] != 0x7F) or (len(head) > 10 and head[10] < 3):
-            raise Garbage("a client's greeting is not that of ZMTP 3")
+            raise Garbage("a client does not begin with the greeting of ZMTP 3 (ZeroMQ's protocol)")
         if len(head) < GREETING_BYTES:
             return 0
         if head[12:32].rstrip(b"\0") != b"NULL":
-            raise Garbage("a client uses a security mechanism other than NULL")
+            raise Garbage("a client uses a ZeroMQ security mechanism, but only NULL (none) is supported")
         self._is_greeted = True
         self.to_send += _frame_of(_COMMAND, _READY)
         return GREETING_BYTES
@@ -105,7 +105,7 @@ class Zmtp:
         name = body[1 : 1 + body[0]] if body else b""
         if name == b"READY" and not self._is_ready:
             if _properties(body[1 + len(name) :]).get(b"socket-type") != b"DEALER":
-                raise Garbage("a client's socket is not a DEALER")
+                raise Garbage("a client's ZeroMQ socket is not of the type DEALER")
             self._is_ready = True
         elif name == b"PING" and self._is_ready:  # ZMTP 3.1: a ttl, then a context to send back
             self.to_send += _frame_of(_COMMAND, b"\4PONG" + body[7:23])

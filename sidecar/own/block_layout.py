@@ -59,7 +59,7 @@ class BlockSlots:
 
 
 class BlockShape(NamedTuple):
-    """A group of equal blocks (see `BlockGroup`), of *block_size* tokens and *block_bytes* bytes each."""
+    """One group of blocks (see `BlockGroup`), each with *block_size* tokens and *block_bytes* bytes."""
 
     block_size: int
     forgets: bool

@@ -26,10 +26,10 @@ BOOT_BYTES = 16
 
 
 class Mappers:
-    """The processes of each engine that map the segment (host memory), each with a connection of its own.
+    """The processes of each engine that map the segment (host memory). Owned by the sidecar's thread.
 
-    Such a process may copy from or to the segment. It counts until it has closed its end of the connection, even if the
-    sidecar has ended the connection earlier. Owned by the sidecar's thread.
+    Each process has a connection of its own. A process may copy from or to the segment until it has closed its end of
+    the connection, even if the sidecar has ended the connection earlier.
     """
 
     def __init__(self) -> None:
@@ -209,10 +209,10 @@ class EngineEndpoint:
                 self._attach(client, message)
             elif isinstance(message, wire.Map):
                 if found is not None:
-                    raise Malformed("a Map after Hello")
+                    raise Malformed("a Map message on a connection that has sent Hello")
                 self._map(client, message)
             elif found is None:
-                raise Malformed("a message before Hello")
+                raise Malformed("a message that may be sent only after Hello")
             else:
                 self._do(client, found.session, found.feed, message)
         except Malformed as error:
@@ -221,7 +221,7 @@ class EngineEndpoint:
 
     def _attach(self, client: Client[bytes], hello: wire.Hello) -> None:
         if client in self._mappers:
-            raise Malformed("a Hello after Map")
+            raise Malformed("a Hello message on a connection that has sent Map")
         if not self._may_come(client, hello):
             return
         shapes = tuple(BlockShape(group.block_size, group.forgets, group.block_bytes) for group in hello.groups)
@@ -239,7 +239,7 @@ class EngineEndpoint:
 
     def _map(self, client: Client[bytes], message: wire.Map) -> None:
         if client in self._mappers:
-            raise Malformed("a second Map")
+            raise Malformed("a second Map message on one connection")
         if self._may_come(client, message):
             self._mappers.add(client, message.engine)
             self._welcome(client)
@@ -383,8 +383,8 @@ def _name(client: Client[bytes]) -> str:
 
 
 class EngineFrames(Frames):
-    """A framing (see `Framing`) whose messages are the bytes of one frame each. The framing itself sends nothing."""
+    """The `Framing` of the connections of kvtier's own engines: each frame is one message."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_send = bytearray()
+        self.to_send = bytearray()  # always empty, because the framing itself sends nothing

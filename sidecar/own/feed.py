@@ -36,9 +36,9 @@ STATE_S = 0.5  # interval at which engines are sent the tiers' state even if its
 class Feed:
     """The feed of one layout, which tells each engine which blocks are cached and where.
 
-    From the moment at which an engine attaches, it is sent every change. Meanwhile it is sent the blocks that were
-    cached already, in pages, as fast as it reads them. Changes and pages both state what is true when they are sent,
-    for example "this block is in that slot now", so their order does not matter. Owned by the sidecar's thread.
+    From the moment at which an engine attaches, it is told of every change. Meanwhile, lists (pages) of the blocks that
+    were cached before are sent to it, as fast as it reads them. Changes and pages both state what is true when they are
+    sent, for example "this block is in that slot now", so their order does not matter. Owned by the sidecar's thread.
     """
 
     def __init__(self, tiers: LayoutTiers, events: EventLog, port: Port[bytes], capacity_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Feed:
                 self._send(frame)
 
     def go_on(self) -> None:
-        """Send the next page of cached blocks to each engine that lacks pages, unless it has too many unread bytes."""
+        """Send the next page to each engine that has not got all pages, unless it has too many unread bytes."""
         for client, pages in list(self._clients.items()):
             if pages is None or not _may_be_told(client):
                 continue

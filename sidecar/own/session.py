@@ -257,7 +257,7 @@ class Session:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """Fail the blocks that the engine needs at once, and that are being read or wait for a slot.
+        """Report blocks that the engine needs at once as failed, if they are being read or wait for a slot.
 
         Called when no read has ended for too long.
         """
@@ -356,7 +356,7 @@ class Session:
             del self._fetches[number]
 
     def _num_within_share(self, group_id: int, names: Sequence[BlockName], places: Places) -> int:
-        """Return how many of these blocks, from the first one on, the engine's share of host memory has room for."""
+        """Return how many of these blocks, counted from the first, fit into the engine's share of host memory."""
         num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
         self._counts.num_over_share += len(names) - num_within
         return num_within
@@ -386,7 +386,7 @@ class Session:
         return wire.names_in(data)
 
     def _reserved(self, group_id: int, data: bytes) -> Ids:
-        """Return the slots. Raise `Malformed` unless this engine has reserved all of them, and none is named twice."""
+        """Return the slots that a message names. Raise `Malformed` unless all are reserved, and none is named twice."""
         self._check_group(group_id)
         slots = wire.numbers_in(data, len(self._states[group_id]))
         if (self._states[group_id][slots] == FREE).any() or len(np.unique(slots)) < len(slots):
@@ -400,7 +400,7 @@ class Session:
 
 
 def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
-    """Yield each traced request with its blocks' names. Raise `Malformed` for too many requests or unknown places."""
+    """Yield each traced request with its blocks' names. Raise `Malformed` for too many requests or invalid places."""
     if len(traced) > wire.MAX_TRACED:
         raise Malformed(f"{len(traced)} traced requests; the maximum is {wire.MAX_TRACED}")
     for each in traced:

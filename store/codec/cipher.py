@@ -44,10 +44,10 @@ class Cipher:
 
     Each value has a random nonce. That is safe for 2^32 values under one key (4 PiB in blocks of 1 MiB), so change the
     key before that many are written. *key_id* (8 bytes) identifies the key without revealing it, and must be part of
-    the namespace. Then a new key makes a new namespace, and the records of the old key are ordinary misses.
+    the namespace. So after the key was changed, blocks stored under the old key are ordinary misses.
 
     One core encrypts or decrypts about 20 GB/s in blocks of 1 MiB and 9 GB/s in blocks of 64 KiB, plus 3 us per value.
-    Needs the package `cryptography`, whose versions before 50 hold the GIL meanwhile.
+    Needs the package `cryptography`. Versions before 50 hold the GIL while they encrypt or decrypt.
     """
 
     cipher_id = 1  # stored in every record; never reused for another scheme

@@ -25,10 +25,12 @@ class Fp8Codec:
     The payload has the scales, then the codes. 16-bit elements shrink 1.94 times, float32 3.88 times.
 
     Errors depend on m, the largest finite magnitude among the 64 elements that share a scale. An element's error is at
-    most m / 25, because the widest step of e4m3 is 32 of 448, and half of it is m / 28. (The rest is rounding to the
-    element's type.) For an element above m / 28,000, the error is also at most 1/15 of the element. To both limits add
-    2^-25 for float16, or 2^-121 for the other types, because of their smallest numbers. Zeros decode to zeros and NaN
-    to NaN. An infinity decodes to the largest finite number of its type, or to up to 1/25 less.
+    most m / 25: half of the widest step of e4m3 is m / 28, and the rest is rounding. If the element is above
+    m / 28,000, the error is also at most 1/15 of the element. Both limits ignore errors of up to 2^-25 in float16, or
+    2^-121 in the other types, which come from the limited range of exponents.
+
+    Zeros decode to zeros and NaN to NaN. An infinity decodes to the largest finite number of its type, or to up to 1/25
+    less.
 
     The codec must not share a namespace with lossless codecs, because a key would have two contents. So the caller
     names the codec in `Namespace.kv_quantization`.
@@ -142,7 +144,7 @@ def _values_of_codes() -> _Floats:
 
 
 def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
-    """Return a table of the nearest code by a float32's upper 16 bits. Too large numbers get the largest code."""
+    """Return the nearest code for each value of a float32's upper 16 bits. Too large numbers get the largest code."""
     magnitudes = _widen_bfloat16(np.arange(1 << 15, dtype=np.uint16))
     middles = (values[:126] + values[1:127]) / 2
     codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)

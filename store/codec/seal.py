@@ -1,4 +1,4 @@
-"""Sealing: turns a block into the header and the value that are stored, and back into a block, which is verified."""
+"""Sealing: turns a block into the header and the value to store. Unsealing turns them back and verifies the block."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -65,9 +65,9 @@ def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
     """Return the length, with padding, at which an encoded block of *stored_length* bytes is stored.
 
-    A block is padded only if the lengths of the codec's payloads vary. Each slab file of the store has slots of one
-    size. To need few files, the padded length is one of 8: the multiples of an eighth of the raw length, rounded up to
-    whole pages. For example, a block that shrinks 1.45 times takes six eighths.
+    A block is padded only if the lengths of the codec's payloads vary. The store needs a slab file for each length, so
+    there are only 8 padded lengths: the multiples of an eighth of the raw length, rounded up to whole pages. For
+    example, a block that shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length
@@ -168,7 +168,8 @@ def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec
 def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
     """Return the digest of the bytes to which *payload* decodes.
 
-    If the raw bytes were damaged before encoding, return the blob's digest instead, so that each read finds a mismatch.
+    If the raw bytes were damaged before encoding, return the blob's digest instead. It never matches the decoded bytes,
+    so every read reports the damage.
     """
     if digest(blob.raw) != blob.digest:
         return blob.digest

@@ -66,8 +66,8 @@ class BootMark:
     def write(self, folder: Path) -> None:
         """Write the mark to *folder* durably.
 
-        A machine crash during the write may leave one copy of the old mark and one of the new mark. Both are correct
-        then, because the caller writes a mark only while both describe the data file correctly. The file is overwritten
+        A machine crash during the write may leave one copy of the old mark and one of the new mark. So the caller must
+        write a mark only while the old and the new mark both describe the data file correctly. The file is overwritten
         in place, so that a store can be opened and closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
@@ -80,7 +80,7 @@ class BootMark:
 
     @property
     def is_of_another_layout(self) -> bool:
-        """Whether another version of the program wrote the data file, in a layout that this version cannot read."""
+        """Whether another version of the program wrote the data file, in a format that this version cannot read."""
         return self.layout != _LAYOUT
 
     @property

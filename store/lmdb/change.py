@@ -60,8 +60,8 @@ class Change:
             tables: Sub-databases of the store.
             txn: Write transaction, which the caller commits or aborts.
             synced_change: Number of the last change in the last checkpoint. Slots (places for payloads) that later
-                changes freed are not reused, because a machine crash brings their records back. None for a store
-                without checkpoints, which may reuse all slots freed before this change.
+                changes freed are not reused, because a machine crash would bring their records back. None for a store
+                without checkpoints. It may reuse all slots that were freed before this change.
             num_chances: Limit on the second chances that evictions in this change give to marked records.
         """
         self._tables = tables
@@ -102,10 +102,10 @@ class Change:
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
-        """Turn free slots into holes until all slots take at most *limit_bytes* on disk, and return the new holes.
+        """Turn free slots into holes (slots without disk space) until all slots take at most *limit_bytes* on disk.
 
-        A hole is a free slot without disk space. The caller must release the disk space of the returned slots. At most
-        *limit* slots are returned. There are fewer than necessary if too few slots are free.
+        Returns the new holes, whose disk space the caller must release. The slots take more than *limit_bytes*
+        afterwards if too few slots are free, or if that would need more than *limit* new holes.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -175,7 +175,7 @@ class Change:
         return evicted
 
     def clear(self, num_bytes: int, limit: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
-        """Evict the oldest records of *tenant* (NO_TENANT: of all) until *num_bytes* fewer are stored.
+        """Evict the oldest records of *tenant* (NO_TENANT: of all) to free *num_bytes* of the capacity.
 
         Returns the evicted keys, and how many bytes are still stored. Marked records get second chances as in `evict`.
         The counter `evicted_total` excludes these evictions, because a user requested them.
@@ -195,10 +195,10 @@ class Change:
         return self._tenants[tenant]
 
     def check_spare_pages(self) -> None:
-        """Allocate the pages that must stay free, and free them again.
+        """Raise `lmdb.MapFullError` if the map has too few free pages for a deletion.
 
-        Raises `lmdb.MapFullError` if there are too few pages. A deletion needs new pages itself, so a completely full
-        map could never be emptied again.
+        A deletion needs new pages itself, so a completely full map could never be emptied again. This method allocates
+        the pages and frees them again, because LMDB does not say how many pages are free.
         """
         spares = [b"spare" + bytes([number]) for number in range(SPARE_PAGES)]
         for spare in spares:

@@ -4,7 +4,7 @@ LMDB never overwrites a page that can be reached from the newest root, or from t
 a read transaction on the root that was synced last keeps all pages of that root on disk unchanged. Only the root itself
 is overwritten: LMDB keeps roots in the first two pages, alternately. Putting back a copy of these two pages after a
 crash restores the file to the checkpoint. The copy is written twice, each time with a checksum, so that a flipped bit
-does not cost the store.
+does no harm.
 """
 
 import os

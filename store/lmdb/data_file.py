@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def part_bytes(capacity_bytes: int) -> int:
     """Return the limit on the bytes of the blocks that one change (a write transaction) stores.
 
-    The total size of the slots (places for payloads) that are freed but cannot be reused yet has the same limit.
+    The same limit holds for the total size of freed slots (places for payloads) that cannot be reused yet.
     """
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
@@ -104,8 +104,8 @@ def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) ->
     """Open the tables in *folder*. If the files there cannot be trusted, start with an empty store instead.
 
     The caller must hold the folder's lock. Opening does not change trusted files, so the boot mark (the record of their
-    state) stays correct. Before its first change, the caller must sync the files if its durability level requires this,
-    and then write the boot mark for that level.
+    state) stays correct. Before its first change, the caller must write the boot mark for its durability level. If that
+    level requires synced files, the caller must sync them first.
     """
     shutil.rmtree(folder.here / _COPY, ignore_errors=True)
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
@@ -132,8 +132,8 @@ def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Table
 def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
     """Copy the index to a file without free pages, and open the copy. Used after the capacity was lowered.
 
-    If there is no room for a copy, the index stays as it is. The boot mark must say CLEAN. That is correct for the old
-    file and for the copy, so a crash at any point does no harm.
+    If there is no room for a copy, the index stays as it is. The caller must have synced the index and written a boot
+    mark that says CLEAN. This mark is correct for the old file and for the copy, so a crash at any point does no harm.
     """
     copy = folder.here / _COPY
     try:

@@ -25,7 +25,7 @@ from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
 
-_RECORDS_WHEN_FULL = 3  # records that one change may delete (and as many that it may skip) in `MIN_REMOVAL_BYTES`
+_RECORDS_WHEN_FULL = 3  # records that one change may delete, and marked records that it may skip, if the disk is full
 _HOLES_AT_ONCE = 4096  # holes (free slots without disk space) to release at a time
 CHECK_READERS_S = 10.0  # interval for removing the entries of dead readers, which prevent the reuse of pages
 
@@ -77,7 +77,7 @@ class OpenFolder:
         self.tables.file.sync()
 
     def reopen_index(self) -> Tables:
-        """Reopen the index after LMDB could not write its root, as it was before that write.
+        """Reopen the index in the state before the last change, whose root LMDB could not write.
 
         Raises OSError or lmdb.Error.
         """
@@ -124,7 +124,7 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
 
 
 class MapUsers:
-    """A guard that keeps LMDB's memory map open while threads use it, each inside a `with` block of this object.
+    """A guard that keeps LMDB's memory map open while threads use it. Threads use it inside `with` blocks on the guard.
 
     Entering a block after `close` raises ValueError. A thread must not nest two blocks.
     """
@@ -170,10 +170,10 @@ class LmdbFiles:
 
     LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the boot mark records the damage,
     and the next start begins with an empty store. Until then changes are refused and reads continue. If LMDB stops
-    because it could not write its root, the index is reopened as it was before that write.
+    because it could not write the root of a change, the index is reopened in the state before that change.
 
-    In a process forked from this one `close` does nothing, and every other call raises ValueError. The caller must call
-    `settle` once the stored records fit into the capacity.
+    In a process forked from this one, `close` does nothing, and every other call raises ValueError. The caller must
+    call `settle` once the stored records fit into the capacity.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
@@ -219,7 +219,7 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Release disk space of free slots until all slots take at most *limit_bytes*. Takes several changes."""
+        """Release disk space of free slots, in several changes, until all slots take at most *limit_bytes*."""
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
@@ -339,8 +339,8 @@ class LmdbFiles:
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed pages and slots usable again.
 
-        *limit_bytes* is the limit on the disk space of all slots. The disk space of free slots of any size is released
-        until the new slots of one more change fit into that limit.
+        *limit_bytes* is the limit on the disk space of all slots. Free slots lose their disk space until this limit
+        leaves room for the new slots of one more change.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
@@ -384,7 +384,7 @@ class LmdbFiles:
 
     def _mark_closed(self) -> None:
         """Sync the open files, and write the boot mark that records their state after closing."""
-        if not self._opened.is_index_open:  # the index could not be reopened, so the mark stays as it was, not synced
+        if not self._opened.is_index_open:  # the index could not be reopened, so the boot mark still says open
             return
         with self._lmdb_errors():
             self._opened.sync()
@@ -416,7 +416,7 @@ class LmdbFiles:
             )
 
     def _undo_writes(self) -> None:
-        """Release the disk space of slots that a failed change has written to, and that stay unallocated."""
+        """Release the disk space of unallocated slots that a failed change has written to."""
         if not self.slabs.written:
             return
         try:
@@ -438,7 +438,11 @@ class LmdbFiles:
             self._mark_open()
 
     def _reclaim(self) -> None:
-        """Make freed pages and slots reusable that a dead reader, the last checkpoint or the last change blocks."""
+        """Make all freed pages and slots reusable.
+
+        Dead readers, the last checkpoint and the last change may block the reuse. So this removes the entries of dead
+        readers, takes a checkpoint, and makes an empty change.
+        """
         with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
@@ -506,7 +510,7 @@ class LmdbFiles:
         return False
 
     def _recover(self) -> None:
-        """If LMDB could not write its root, reopen the index as it was before. Raises OSError if that fails."""
+        """Reopen the index if LMDB could not write the root of the last change. Raises OSError if that fails."""
         if not self._has_panicked or self._users.is_closed:
             return
         with self.writer, self._users.exclusive():
@@ -531,8 +535,8 @@ def open_files(
 ) -> LmdbFiles:
     """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
-    If *capacity_bytes* is None, the store keeps the capacity with which it was last opened, as maintenance commands
-    want. Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
+    If *capacity_bytes* is None (for maintenance commands), the store keeps the capacity with which it was last opened.
+    Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

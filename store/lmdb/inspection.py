@@ -33,7 +33,7 @@ class StoreLost(OSError):
 
 
 class StoreDamaged(StoreLost):
-    """Error raised if the index is broken, but the boot mark does not record it. An engine would open the store."""
+    """Error raised if the index is broken, but the boot mark does not say so. An engine would still open the store."""
 
 
 class Condition(StrEnum):
@@ -144,7 +144,7 @@ def standing(folder: Path) -> tuple[Condition, NextStart]:
 def _owner(folder: Path) -> int | None:
     """Return the pid in the lock file if that process exists and the kernel lists a lock on the file, else None.
 
-    The lock is not tried, because that could turn away a process that is just opening the store.
+    This does not try to take the lock, because that could turn away a process that is just opening the store.
     """
     lock = folder / "owner.lock"
     try:

@@ -46,7 +46,6 @@ class LmdbStore:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         owner: int | None = None,
     ) -> None:
-        # Index and slabs; maintenance commands use them too.
         """Open the store in *folder*.
 
         Args:
@@ -59,8 +58,9 @@ class LmdbStore:
             interval_s: Time between checkpoints, to which a store with durability INTERVAL returns after a machine
                 crash.
             quotas: Limits in bytes, by tenant. A tenant's quota is enforced from its first put on.
-            owner: Pid that other processes are shown, by default this process's.
+            owner: Pid that the lock file names as the owner of the store. The default is the pid of this process.
         """
+        # Index and slabs; maintenance commands use them too.
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
         self._quotas = quotas
         self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
@@ -151,8 +151,7 @@ class LmdbStore:
     def _walk(self) -> Iterator[bytes]:
         """Yield the keys, newest first, with one read transaction per batch.
 
-        The transactions are short, because LMDB cannot reuse pages that are freed during a read transaction before its
-        end.
+        The transactions are short, because LMDB cannot reuse freed pages while an older read transaction is open.
         """
         before = None
         while True:

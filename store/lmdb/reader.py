@@ -87,7 +87,7 @@ class LmdbReader:
         self._threads.shutdown()
 
     def _seems_cached(self, key: bytes) -> bool:
-        """Return whether the block of *key* is in the page cache, as a guess for all blocks of a request."""
+        """Return whether the block of *key* is in the page cache. The caller assumes the same for the whole request."""
         try:
             with self._files.using():
                 (found,) = self._located([key])

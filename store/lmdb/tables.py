@@ -96,7 +96,7 @@ class _Slots(_Layout):
 
 
 SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
-FREE = _Slots(">IQQ")  # a free slot: its size, the change that freed it, its number
+FREE = _Slots(">IQQ")  # a free slot: its size, number of the change (`Counters.num_changes`) that freed it, slot number
 HOLE = _Slots(">IQ")  # a hole, which is a free slot without disk space: its size, its number
 SLOTS = _Counts("<Q")
 BYTES_OF_TENANT = _Counts("<Q")
@@ -110,7 +110,7 @@ _DAY_S = 86_400.0
 
 @dataclass(slots=True)
 class Counters:
-    """The counters of a store, which are one row of the index, the ledger.
+    """The counters of a store, which the index keeps in a single row.
 
     Some counters are sums over all records, so that the records need not be counted. The others are totals since the
     store was created.
@@ -144,7 +144,7 @@ class Counters:
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """Return `recent_written_bytes` as it has decayed until *now* (seconds since 1970)."""
+        """Return `recent_written_bytes` at *now* (seconds since 1970), after its decay since the last update."""
         return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
@@ -175,17 +175,17 @@ class RecordRow(NamedTuple):
 
 
 def plausible(slot: Slot) -> Slot:
-    """Return *slot* unchanged. Raises CorruptedError if no file can contain such a slot, as after damage to a page."""
+    """Return *slot* unchanged. Raises CorruptedError if no file can contain such a slot."""
     if slot.num_bytes == 0 or slot.num_bytes % PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
         raise lmdb.CorruptedError(f"a row names a slot that cannot exist: {slot}")
     return slot
 
 
 class IndexFile:
-    """The data file of the LMDB environment *env*, also open as *descriptor*. Closes both.
+    """The data file of the LMDB environment *env*. *descriptor* is another descriptor of the file.
 
-    Reserves disk space before LMDB writes to the file. Any thread may call `sync`; only the store's writer calls the
-    other methods.
+    The class reserves disk space before LMDB writes to the file. `close` closes *env* and *descriptor*. Any thread may
+    call `sync`; only the store's writer calls the other methods.
     """
 
     def __init__(self, env: lmdb.Environment, descriptor: int) -> None:
@@ -241,8 +241,7 @@ class IndexFile:
         """Write all pages to the file again, so that the next sync writes them to disk.
 
         Call this after a failed sync. The kernel reports only once that it could not write pages, and then treats them
-        as written. So the next sync would succeed without writing them, and a checkpoint that is not on disk would be
-        trusted.
+        as written. Without this call the next sync would succeed although those pages are not on disk.
         """
         descriptor = self._open_descriptor()
         with self._syncing:
@@ -266,7 +265,7 @@ class IndexFile:
                 self._reserve_up_to(wanted)
 
     def is_nearly_full(self, new_bytes: int) -> bool:
-        """Return whether LMDB's map might be too small for *new_bytes* more and the pages kept free for evictions."""
+        """Return whether LMDB's map might have too little room for *new_bytes* of new pages and later evictions."""
         return self.used_bytes() + new_bytes + MIN_REMOVAL_BYTES > self.env.info()["map_size"]
 
     def _reserve_up_to(self, end: int) -> None:
@@ -290,7 +289,7 @@ class Tables:
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
     owned     tenant and sequence number -> key: the same order for each tenant
-    free      free slots that have disk space: slot size, number of the change that freed it, slot number
+    free      free slots that have disk space: slot size, number of the change that freed the slot, slot number
     holes     free slots without disk space: slot size, slot number
     slabs     slot size -> number of slots
     tenants   tenant -> charged bytes
@@ -506,7 +505,10 @@ def _take_room(path: Path, num_bytes: int) -> None:
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """Yield *rows*. Raises CorruptedError unless their keys ascend from *start*, because a damaged tree may loop."""
+    """Yield *rows*. Raises CorruptedError unless their keys ascend from *start*.
+
+    Without this check, iterating over a damaged tree might never end.
+    """
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):

@@ -1,7 +1,7 @@
 """Maintenance of a store that no engine has open: `kvtier check` and other commands verify it and delete from it.
 
-The functions are generators, so that a command can show their progress. A command may stop at any point, which closes
-the store. Run the functions in a process of their own, because a damaged index may crash it.
+The functions are generators, so that a command can show their progress. Closing a generator early closes the store. Run
+the functions in a process of their own, because a damaged index may crash it.
 
 The store is opened with `Durability.COMMIT`, so a crash during maintenance leaves the store no worse than before. The
 functions do not change a store whose index is damaged.
@@ -33,7 +33,7 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator in this module, in bytes that count against the capacity.
+    """Progress of a generator in this module. Its bytes are those that count against the capacity.
 
     *total_bytes* is 0 if the total is unknown.
     """
@@ -99,7 +99,7 @@ def verify_store(
 
     Args:
         folder: The store's folder.
-        owner: Pid that other processes see as the user of the store.
+        owner: Pid that messages in other processes name as the user of the store.
         fix: Whether to delete bad records.
         sample: Number of records to verify, chosen at random; None for all.
         key_file: File with the key of an encrypted store.

@@ -46,9 +46,10 @@ class _Call:
 class GroupCommit:
     """A group commit, which stores the blobs of concurrent `put` calls together in one change of the store.
 
-    Calls that arrive during a change wait and are stored by the next change, up to *max_bytes*. The call that gets the
-    *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a single call does not wait
-    for others. If that call is interrupted, the next one that gets the lock stores the remaining blobs.
+    *act* makes one change. Calls that arrive meanwhile wait for the next change, which stores up to *max_bytes*. The
+    call that gets the *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a single
+    call does not wait for others. If that call is interrupted, the next one that gets the lock stores the remaining
+    blobs.
     """
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
@@ -63,7 +64,7 @@ class GroupCommit:
         return len(self._waiting)
 
     def put(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs* and return the keys that were evicted to make room. Raises the errors of *act*.
+        """Store *blobs* and return the keys that were evicted to make room. Raises the error if storing them fails.
 
         After the call has ended, even by an interruption, no thread reads *blobs* any more.
         """
@@ -100,7 +101,7 @@ class GroupCommit:
     def _serve(self, calls: Sequence[_Call]) -> None:
         try:
             evicted = self._act([blob for call in calls for blob in call.blobs])
-        except Exception as error:  # raised in the thread of each caller
+        except Exception as error:  # raised again in the thread of each caller
             if len(calls) > 1:  # the blobs of one call may be the cause, so try each call by itself
                 for call in calls:
                     self._serve([call])
@@ -127,8 +128,8 @@ class _StillTooMuch(Exception):
 class DiskRoom:
     """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
 
-    *name* is the store's folder as messages show it. *here* is the path that is used to reach the folder. Only the
-    writer uses this object.
+    *name* is the store's folder for messages. *here* is the path for accessing the folder, even after a rename. Only
+    the writer uses this object.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
@@ -142,8 +143,8 @@ class DiskRoom:
     def shrink(self, taken_bytes: int) -> bool:
         """Lower the capacity, because the disk is full. The store's slots now take *taken_bytes* of the disk.
 
-        The new capacity leaves `_INDEX_ROOM_BYTES` of these bytes to the index, or a quarter of them if that is less.
-        Returns False and changes nothing if no capacity would be left. In that case other files fill the disk.
+        A part of these bytes is left to the index: `_INDEX_ROOM_BYTES`, but at most a quarter. Returns False and
+        changes nothing if no capacity would be left. In that case other files fill the disk.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
@@ -178,11 +179,11 @@ class DiskRoom:
 
 
 class LmdbWriter:
-    """The part of a store that changes its records: by puts with the evictions that they need, touches and deletions.
+    """The part of a store that changes its records. It puts, touches, evicts and deletes them.
 
     The writer keeps the records within the capacity, and a tenant's records within its quota in *quotas*. While the
-    disk is full, the capacity is lower than that of *files*. *codec* encodes the blocks. If *durability* is COMMIT, a
-    put returns only once the payloads are on disk.
+    disk is full, the capacity is lower than the configured one. *codec* encodes the blocks. If *durability* is COMMIT,
+    a put returns only once the payloads are on disk.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class LmdbWriter:
     def fit_capacity(self) -> None:
         """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
 
-        No put returns their keys, because no caller knows them yet.
+        No later put returns the evicted keys, because no caller knows them yet.
         """
         self._evict_to(self._files.capacity_bytes)
         self._untold.clear()
@@ -370,8 +371,9 @@ class LmdbWriter:
     def _evict_for(self, group: Collection[Blob]) -> None:
         """Evict until *group* fits, in as many changes as needed.
 
-        Eviction skips a marked record once and removes the mark. So each change first marks the existing records of
-        *group* and its parents again. Otherwise a record could be evicted to make room for its own child block.
+        Eviction skips a marked record once and removes the mark. So each change first marks again the existing records
+        of *group* and the parents of its new blobs. Otherwise a record could be evicted to make room for its own child
+        block.
         """
         is_done = False
         while not is_done:
@@ -386,7 +388,7 @@ class LmdbWriter:
             self._untold += evicted
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict *num_bytes* of records, and make their pages and slots usable again."""
+        """Evict *num_bytes* of records, and make their slots and their pages in the index usable again."""
         self._evict_to(max(0, self._stored_bytes() - num_bytes))
         self._files.free_pages(self.room.slab_bytes)
 

@@ -41,7 +41,7 @@ Bytes = Place | bytes
 
 
 class MemoryMap:
-    """The client's list of shared memories, which says where in them a view is."""
+    """The client's list of shared memories. It finds the memory that contains a given view."""
 
     def __init__(self, memories: Sequence[SharedMemory]) -> None:
         order = sorted(range(len(memories)), key=lambda i: memories[i].address)

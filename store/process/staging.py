@@ -16,15 +16,15 @@ from kvtier.store.process.channel import SharedMemory, address_of
 class Staging:
     """A pool of *num_places* buffers of *place_bytes* each in shared memory, one for each concurrent call.
 
-    Blocks in other memory are copied through a buffer. Over the socket they would be pickled and copied four times,
-    which takes three times as long. A buffer takes no memory before its first use.
+    Blocks that are not in shared memory are copied through a buffer. Over the socket they would be pickled and copied
+    four times, which takes three times as long. A buffer takes no memory before its first use.
     """
 
     def __init__(self, num_places: int, place_bytes: int) -> None:
         num_bytes = num_places * place_bytes
         file = _memory_file()
         self.close: Callable[[], object] = weakref.finalize(self, os.close, file)
-        """Close the file. Its memory is freed with the last view of it. Garbage collection also closes the file."""
+        """Close the file. Its memory is freed once no view of it is left. Garbage collection also closes the file."""
         os.ftruncate(file, num_bytes)
         self._file, self._place_bytes = file, place_bytes
         self._backed: set[int] = set()  # places whose memory is allocated

@@ -51,8 +51,8 @@ class StoreProcess:
       instead of 6 ms.
     - Crashes: A disk that fails under a mapped file ends only the store's process. Calls in flight raise `StoreDied`
       (reads return `Fault.IO_ERROR`), and the next call starts another process.
-    - Timeouts: A process that does not respond within *timeout_s* is killed. If Ctrl-C interrupts a call, its process
-      is killed at once, because nothing waits for the response.
+    - Timeouts: A process that does not respond within *timeout_s* is killed. If Ctrl-C interrupts a call, the process
+      is killed at once, because no call waits for the response any more.
     - Opening has its own deadline. Only the call that starts the process waits until the store is open. Other calls
       raise `StoreDied` meanwhile, and `close` ends a process that is still opening the store.
     - A read returns only once the store's process can no longer write to the caller's memory. A process that waits for
@@ -100,7 +100,7 @@ class StoreProcess:
             worker.end("it was still opening")
 
     def kill(self) -> None:
-        """Kill the process, whatever it is doing, and start no more. Completed puts are intact."""
+        """Kill the process, whatever it is doing, and start no more. Completed puts stay stored."""
         self.stop_opening()
         worker = self._worker
         if worker is not None:
@@ -122,7 +122,7 @@ class StoreProcess:
 
     @property
     def why_ended(self) -> str:
-        """Reason why the last of the processes that `num_ended` counts ended; empty if there is none."""
+        """Reason for the most recent end that `num_ended` counts; empty if it counts none."""
         with self._lock:
             worker = self._worker
             is_last = worker is not None and worker.is_open and worker.has_ended
@@ -215,8 +215,8 @@ class StoreProcess:
         """
         if os.getpid() != self._pid:
             raise ValueError(
-                f"store {self.settings.folder} belongs to process {self._pid}; it cannot be used in process "
-                f"{os.getpid()}, which was forked from that one"
+                f"store {self.settings.folder} is open in process {self._pid}, from which process {os.getpid()} was "
+                "forked; use it there"
             )
         with self._lock:
             if self._closed:
@@ -226,7 +226,7 @@ class StoreProcess:
             if not self._opened.done():
                 raise StoreDied(f"store {self.settings.folder}: its process is still opening it; try again later")
             if not self._may_open:
-                raise StoreDied(f"store {self.settings.folder}: its process has ended, and no other is started")
+                raise StoreDied(f"store {self.settings.folder}: its process has ended, and the store is being closed")
             opened: Future[_Worker] = Future()
             # Ctrl-C does not interrupt this thread, so every opening ends with a result.
             threading.Thread(target=self._start, args=(opened,), name="kvtier-store-open", daemon=True).start()
@@ -242,7 +242,7 @@ class StoreProcess:
         worker = None
         try:
             if before is not None and not before.end(before.why_ended):
-                raise StoreDied(f"store {self.settings.folder}: its process was killed but has not exited yet")
+                raise StoreDied(f"store {self.settings.folder}: its killed process has not exited yet; try again later")
             if before is not None:
                 before.note_crash()
             worker = _Worker(self.settings, self._memories, self._timeout_s)
@@ -285,13 +285,13 @@ class StoreProcess:
     def _stage(
         self, views: Sequence[memoryview], pieces: list[Place | None], place: memoryview
     ) -> tuple[int, list[tuple[memoryview, memoryview]]]:
-        """Assign a part of the staging buffer *place* to each of *views* that is not in shared memory.
+        """Assign a byte range of the staging buffer *place* to each of *views* that is not in shared memory.
 
-        *pieces* contains the place of each view in shared memory, or None. Each None is replaced by the assigned part.
-        A view larger than *place* keeps None and is sent over the socket.
+        *pieces* contains for each view its byte range in shared memory, or None. Each None is replaced by the assigned
+        range. A view larger than *place* keeps None and is sent over the socket.
 
         Returns:
-            The number of views (from the first on) that fit into one request, and pairs of assigned part and view.
+            The number of views (from the first on) that fit into one request, and pairs of assigned memory and view.
         """
         staged: list[tuple[memoryview, memoryview]] = []
         max_bytes = place.nbytes
@@ -461,7 +461,7 @@ class _Worker:
 
 
 def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
-    """Start a process that serves a store. Return it and the channels to it, those for changes first."""
+    """Start a process that serves a store. Return it and its channels, first those for writes, then those for reads."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]
     shared = [(memory.file, memory.num_bytes, memory.is_backed) for memory in memories]

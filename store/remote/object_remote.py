@@ -33,7 +33,8 @@ class ObjectRemote:
     requires that each key determines the keys before it in its chain, as block names do (DESIGN.md section 4).
 
     The more consecutive blocks one call puts, the fewer and larger the objects are. One call may look up only one chain
-    for each attention group of a prompt. A second chain of the same group would be taken for a part of the first.
+    for each attention group (the layers that share one kind of attention). A second chain of the same group would be
+    taken for a part of the first.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:

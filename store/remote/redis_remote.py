@@ -34,7 +34,7 @@ def is_wrong_type(reply: Reply) -> bool:
 def is_answer(reply: Reply) -> bool:
     """Return whether *reply* shows that the server handled the command.
 
-    This includes a full server that rejects a value.
+    This is also the case if the server rejects a value because it is full.
     """
     return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_wrong_type(reply)
 

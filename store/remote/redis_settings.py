@@ -62,7 +62,7 @@ class RedisSettings:
             raise ValueError("redis: a cluster has one database; leave out /db")
         if "{" in self.prefix or "}" in self.prefix:
             raise ValueError(
-                f"redis: prefix {self.prefix!r} has a brace; leave it out, or a cluster puts all records on one node"
+                f"redis: prefix {self.prefix!r} contains a brace; remove it, or a cluster puts all records on one node"
             )
         if self.timeout_s <= 0 or self.num_connections < 1:
             raise ValueError("redis: timeout_s must be above 0, and num_connections 1 or more")

@@ -16,7 +16,7 @@ class SealedRemote:
 
     Records have the same bytes as on disk: a header with a checksum of header and key, the encoded and possibly
     encrypted payload, and a digest of the block. So a value of another key, a part of a value, or a value that was
-    encrypted with another key gives a fault. All methods are thread-safe. The caller closes *store*.
+    encrypted with another encryption key gives a fault. All methods are thread-safe. The caller closes *store*.
     """
 
     def __init__(self, store: RemoteStore, codec: Codec | CodecChoice = NO_CODEC, cipher: Cipher | None = None) -> None:

@@ -63,7 +63,7 @@ def test_what_is_known_is_served() -> None:
     ("given", "says"),
     [
         ((spec(), Region, "cuda"), "without .spec_module_path"),
-        ((spec(), OlderRegion, "cpu"), "has no engine_id, num_chunks, kv_bytes_per_chunk, cpu_page_size,"),
+        ((spec(), OlderRegion, "cpu"), "has no engine_id, num_chunks, kv_bytes_per_chunk, cpu_page_size;"),
         ((SimpleNamespace(num_chunks=8), Region, "cpu"), "has no kv_bytes_per_chunk"),
         ((spec(config=SimpleNamespace(canonical_layout=True)), Region, "cpu"), "leave it out"),
         ((spec(num_chunks=0), Region, "cpu"), "raise it"),

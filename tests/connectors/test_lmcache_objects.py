@@ -177,7 +177,7 @@ class LmcacheMemory:
 def test_an_lmcache_whose_keys_tell_more_apart_is_refused() -> None:
     check_lmcache(adapter_class(), Key, LmcacheMemory)
 
-    with pytest.raises(UnsupportedEngine, match=r"differs in lora.*install lmcache 0\.5\.6"):
+    with pytest.raises(UnsupportedEngine, match=r"classes differ in lora.*install lmcache 0\.5\.6"):
         check_lmcache(adapter_class(), KeyWithAdapter, LmcacheMemory)
 
 

@@ -63,7 +63,7 @@ STEPS = (
             "tiers/down/host_spill.py: HostSpill.spill",
             "tiers/down/host_spill.py: HostSpill._clean",
             "tiers/down/host_spill.py: HostSpill._start",
-            "tiers/down/host_spill.py: _work",
+            "tiers/down/host_spill.py: HostBatch.copy_down",
             "transfer/transfer_engine.py: TransferEngine.submit",
         ],
     ),

@@ -72,7 +72,7 @@ class SlotIndex:
         return not any(map(dict.__contains__, self._dicts_of(names), names))
 
     def give(self, name: BlockName, slot: int) -> int:
-        """Assign *slot* to the name unless it already has a slot, and return the name's slot."""
+        """Assign *slot* to the name if the name has no slot yet, and return the slot that the name now has."""
         return self._by_byte[name[0]].setdefault(name, slot)
 
     def give_all(self, names: Sequence[BlockName], slots: Iterable[int]) -> list[int]:
@@ -109,7 +109,7 @@ class BlockPool:
     blocks of a prefix first, so that a block is evicted only after the blocks that continue it. At most one slot has a
     given name.
 
-    The life of a slot, where `release` is the end of its last lease:
+    The life of a slot, where *release* is the end of its last lease:
 
                allocate           commit                   release           evict
         blank ----------> leased --------> leased, named ---------> cached --------> blank
@@ -147,7 +147,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that `allocate` could return, with evictions. Negative if reserved slots are lent."""
+        """Number of slots that `allocate` could return, with evictions. May be negative while slots are lent."""
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property

@@ -96,8 +96,8 @@ class GrowingRows:
 class Run:
     """Consecutive blocks of a prompt, which were put into the pool one after another.
 
-    `names[first]` is the name of the run's first block, and the names of its other blocks follow there. *names* may
-    contain further blocks of the prompt, and only grows.
+    In *names*, the names of the run's blocks start at index *first*. There may be names of other blocks of the prompt
+    before and after them. The list only grows.
     """
 
     names: Sequence[BlockName]
@@ -107,10 +107,10 @@ class Run:
 
 
 class Span(NamedTuple):
-    """A part of a list of slots that holds consecutive blocks of one run, the last block first.
+    """Consecutive blocks of one run in a part of a list of slots, the last block first.
 
-    The part consists of the slots with indices *start* to *end* - 1. The block in its first slot has position *place*
-    in the run. A block that is in no run has a span of its own, with *run_id* NO_SPOT.
+    The part is `slots[start:end]`. The block in `slots[start]` has position *place* in the run. A block that is in no
+    run has a span of its own, whose *run_id* is NO_SPOT.
     """
 
     start: int
@@ -135,8 +135,8 @@ class Runs:
     """A record of the named block in each slot. Consecutive blocks of a prompt form a *run*, for faster lookups.
 
     A dict lookup takes 43 ns per name in a pool of 10,000 slots and 230 ns in a pool of a million, because of CPU cache
-    misses. A lookup in a run takes 11 ns and 14 ns, because the names and slots of a run are adjacent in memory. The
-    blocks of a request form one run even if they are named chunk by chunk.
+    misses. A lookup in a run takes 11 to 14 ns, because the names and slots of a run are adjacent in memory. The blocks
+    of a request form one run even if they are named chunk by chunk.
 
     A slot's *spot* is one number made of the run of its block and the block's place in the run. So the spots of
     consecutive blocks are consecutive numbers, and one numpy call writes, compares or clears all of them. This is fast
@@ -307,7 +307,7 @@ class Runs:
         return names
 
     def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Return the names of the blocks at these places of the run. A range of places must be descending."""
+        """Return the names of the blocks at these places of the run. If *places* is a range, it must descend."""
         run = self._runs[run_id]
         names, first = run.names, run.first
         if isinstance(places, range):
@@ -332,7 +332,7 @@ class Runs:
 
 @dataclass(slots=True)
 class Front:
-    """The next slots to evict, *ids*, which were looked up once for many evictions.
+    """The next slots to evict, *ids*, looked up in advance for many evictions.
 
     *begin* is the place of the first of these slots in the eviction order. *spans* are the spans of their blocks.
     """
@@ -343,7 +343,7 @@ class Front:
     next_span: int = 0  # index of the first span that was not removed
 
     def take(self, start: int, end: int) -> list[Span]:
-        """Return the spans of the slots `ids[start:end]`, and count them as removed.
+        """Return the spans of the slots `ids[start:end]`, which are removed from the order.
 
         A span that extends beyond these slots is cut. *start* must not be less than *end* of the previous call.
         """
@@ -362,8 +362,8 @@ class Front:
 class Sweep:
     """Progress of a compaction of the eviction order, which moves the valid entries to the end, the last one first.
 
-    All entries from place *read* on have been examined, and the valid ones now begin at place *written*. The entries
-    from *read* to *written* - 1 form a gap without valid entries.
+    All entries from place *read* on have been examined, and the valid ones among them moved to place *written* and
+    after. So the entries from *read* to *written* - 1 form a gap without valid entries.
     """
 
     read: int
@@ -375,9 +375,9 @@ class EvictionOrder:
 
     Slots that are *lent* to a copy stay in the queue, but are skipped.
 
-    Appending a slot adds an entry to the queue. `_places` records the number of this entry as the slot's *place*.
-    Removing a slot changes only `_places` or moves the head, so it needs no search. An entry is valid if it is not
-    before the head and `_places` still has its number.
+    The entries of the queue are numbered. `_places` has for each slot the number of its entry, called the slot's
+    *place*. Removing a slot changes only `_places` or moves the head, and leaves an invalid entry behind. So it needs
+    no search. All entries before the head are invalid.
 
     Once there are as many invalid entries as slots, each call moves some of the valid entries towards the end
     (`Sweep`), until the space of the invalid entries can be freed. Many slots are handled by numpy calls, a few slots
@@ -535,10 +535,10 @@ class EvictionOrder:
         return oldest[~self._is_lent[oldest]] if self.num_lent else oldest
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
-        """Return the slots of *limit* entries from number *start* on, and the number of the next entry.
+        """Return the slots of *limit* entries from place *start* on, and the place after them; None at the end.
 
-        Lent slots are left out. The next number is None at the end of the order. It can be used as *start* of a later
-        call even if the order has changed since, because entries only move towards the end.
+        Lent slots are left out. The returned place can be used as *start* of a later call even if the order has changed
+        since, because entries only move towards the end.
         """
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)

@@ -50,7 +50,7 @@ class SlotOwners:
 
 
 class Marker(NamedTuple):
-    """A sample of `EvictionAges`: the slot freed last at the time *since*, and its place in the eviction order.
+    """A sample of `EvictionAges`: the slot freed last before the time *since*, and its place in the eviction order.
 
     *spot* identifies the block that the slot held at that time, see `BlockPool.spots`.
     """
@@ -125,7 +125,7 @@ class DirtyMarks:
 
     The slots are in a queue that consists of numbered pieces (arrays). A dirty slot is *marked* with the number of the
     piece that contains it. Removing a slot only clears its mark, without a search in the queue. Queue entries whose
-    slot has another mark are skipped.
+    slot has another mark by now are skipped.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -267,8 +267,8 @@ class GroupSlots:
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease *num_slots* slots, evicting clean blocks first; return None without any effect if too few are free.
 
-        Clean blocks are searched among the oldest blocks, up to *window* blocks more than are needed. If there are too
-        few, dirty blocks are evicted as well; these are lost and counted. Never waits for a copy.
+        Looks for clean blocks among the oldest ones: as many as are needed, plus *window* more. If too few of these are
+        clean, dirty blocks are evicted as well; these are lost and counted. Never waits for a copy.
         """
         pool = self.pool
         if num_slots > pool.num_blank:
@@ -284,7 +284,7 @@ class GroupSlots:
     def take_clean(self, num_slots: int, window: int) -> list[int]:
         """Lease up to *num_slots* slots without evicting any dirty block.
 
-        Clean blocks are searched among the oldest blocks, up to *window* blocks more than are needed.
+        Looks for clean blocks among the oldest ones: as many as are needed, plus *window* more.
         """
         missing = num_slots - self.pool.num_blank
         if missing > 0:

@@ -1,4 +1,4 @@
-"""PartialMatches: an index of cached blocks by their first tokens, so that a prompt can reuse a part of a block."""
+"""PartialMatches: finds cached blocks by their first tokens, so that a prompt can reuse a part of a block."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class PartialMatches:
     (`BlockChain.continued_key`). The caller that names a block must call `record`, `record_tail` or `forget` for its
     slot. Entries of slots without a named block are out of date, and a search ignores them.
 
-    A search scans the whole table, at half a nanosecond per slot, once per request. An index would cost more, because
-    every commit and every eviction would have to update it. New blocks are collected, and added to the table together,
-    at the latest before a search.
+    A search scans the whole table, at half a nanosecond per slot, once per request. A hash index would cost more,
+    because every commit and every eviction would have to update it. New blocks are collected, and added to the table
+    together, at the latest before a search.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -67,14 +67,14 @@ class PartialMatches:
         self._num_tokens[slot] = len(token_ids)
 
     def forget(self, slots: npt.NDArray[np.intp]) -> None:
-        """Remove the blocks in *slots* from the index."""
+        """Remove the blocks in *slots* from the table."""
         self._take_in()
         self._first[slots] = 0
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Return whether the slot holds a partial block of exactly *num_tokens* tokens.
 
-        A request that reuses all tokens of such a block will offer a longer one, so this block can be evicted.
+        A request that reuses all tokens of such a block continues it in its own block; the shorter one can be evicted.
         """
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])

@@ -28,8 +28,8 @@ class Drain:
     ) -> None:
         """Create a drain that has started nothing.
 
-        *wait* waits up to the given number of seconds for a transfer and processes it. *is_promoting* returns whether
-        any promotion is in flight.
+        *wait* takes a time limit in seconds; it waits for a transfer to finish and processes it. *is_promoting* returns
+        whether any promotion is in flight.
         """
         self._groups = groups
         self._host_spill = host_spill
@@ -40,7 +40,7 @@ class Drain:
         self._clock = clock
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
-        """Copy every block that no request leases to disk, so that the cache is warm after a restart.
+        """Copy all blocks to disk, so that the cache is warm after a restart.
 
         Does nothing without a disk. Waits up to *timeout_s*, but gives up earlier if copies hang or host slots are not
         released.

@@ -32,7 +32,7 @@ class HostBatch(CopyBatch):
     owners: OwnerNumbers
 
     def copy_down(self) -> list[bytes]:
-        """Copy the blocks to the host slots and return their digests. A thread of the lane calls this method."""
+        """Copy the blocks to the host slots and return their digests. Called by a copy thread."""
         memory, lower_slots = self.group.memory, self.lower_slots.tolist()
         memory.to_host(self.source_slots.tolist(), lower_slots)
         digest = digest_for_threads(memory.num_copiers)
@@ -41,13 +41,13 @@ class HostBatch(CopyBatch):
 
 @dataclass(frozen=True, slots=True)
 class CleanFront:
-    """The result of the last search for dirty blocks: the *num_slots* oldest slots were clean or being copied.
+    """The result of the last search for dirty blocks: the *num_slots* oldest slots are clean or being copied.
 
-    While enough of these slots are left, no new search is needed.
+    No new search is needed until too few of these slots are left.
     """
 
     num_slots: int = 0
-    # `EvictionOrder.num_departures` at the last search. All slots that have left the order since may be among these.
+    # `EvictionOrder.num_departures` at the last search. Each slot that has left the order since may be one of these.
     num_departures: int = 0
     num_lost: int = 0  # `GroupSlots.num_lost` at the last search; if it has grown, clean slots may be dirty again
 
@@ -87,9 +87,9 @@ class HostSpill:
     def spill(self, demand: Sequence[int]) -> None:
         """Start to copy the dirty blocks in the window.
 
-        *demand* is the number of slots about to be taken, by attention group; the window is extended by this number.
+        *demand* is how many slots of each attention group will soon be taken; the window is extended by this number.
         While a promotion needs the bus, the window is halved. Without a disk, the window is limited to the number of
-        host slots, because more blocks would only evict each other from host memory.
+        blocks that host memory can hold.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
@@ -147,9 +147,9 @@ class HostSpill:
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _clean(self, group: GroupTiers, window: int, beyond: int) -> None:
-        """Start to copy the dirty blocks among the *window* + *beyond* slots that are evicted next.
+        """Start to copy the dirty blocks among the next *window* + *beyond* slots to be evicted.
 
-        Does nothing if all blocks of the *window* are known to be clean or in flight.
+        Does nothing if the first *window* of these slots are known to be clean or being copied.
         """
         known, num_lost = self._clean_fronts[group], group.slots.num_lost
         num_gone = group.pool.order.num_departures - known.num_departures

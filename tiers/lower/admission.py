@@ -1,8 +1,8 @@
 """Admission: decides which blocks are written to disk, to stay within the daily write budget.
 
-With one H100, writing every block would wear out a drive rated for one drive write per day 15 times too fast. When the
-budget is short, only blocks that are requested a second time are written. This gives half of the disk hits for a fifth
-of the bytes (trace study).
+One H100 computes 15 times as many bytes of blocks per day as may be written to a drive rated for one drive write per
+day. When the budget is short, only blocks that are requested a second time are written. This gives half of the disk
+hits for a fifth of the bytes (trace study).
 """
 
 import math
@@ -23,9 +23,9 @@ class WriteBudget:
     """A token bucket that limits the bytes written to disk.
 
     The bucket holds one day's bytes and refills evenly, so at most N + 1 days' bytes are written in N days. A quarter
-    of it is a reserve for blocks that are used again. The caller calls `allows` or `spares` before a write, and `spend`
-    afterwards. Concurrent writes may overdraw the bucket; then less is allowed until it has refilled. Owned by the
-    tiers' thread.
+    of the bucket is a reserve for blocks that are used again. The caller calls `allows` (with the reserve) or `spares`
+    (without it) before a write, and `spend` afterwards. Concurrent writes may overdraw the bucket; then less is allowed
+    until it has refilled. Owned by the tiers' thread.
     """
 
     def __init__(self, bytes_per_day: int | None, clock: Callable[[], float], written_last_day_bytes: int = 0) -> None:
@@ -36,7 +36,7 @@ class WriteBudget:
         """
         if (bytes_per_day or 0) < 0 or written_last_day_bytes < 0:
             raise ValueError(
-                f"write budget of {bytes_per_day} bytes per day, {written_last_day_bytes} bytes written so far: "
+                f"write budget of {bytes_per_day} bytes per day, {written_last_day_bytes} bytes in the last day: "
                 "neither can be negative"
             )
         self.bytes_per_day = bytes_per_day  # None: no limit
@@ -87,8 +87,8 @@ class Admission:
 
     Each call of `admit` with a block counts as a use of it. The first use is the copy of the block to host memory.
     Later uses are requests that find the block there or compute it again. A block is *reused* if it was refused at an
-    earlier use. Only reused blocks may take bytes from the reserve of the budget. A refused block has no other chance
-    before its next use.
+    earlier use. Only reused blocks may take bytes from the reserve of the budget. A refused block is not considered
+    again before its next use.
 
     A block on disk is useless without its parent, which is the block before it in the prompt. So a block is refused if
     its parent is refused in the same call. If its parent was refused earlier, and is neither on disk nor promised (see
@@ -180,9 +180,9 @@ class Admission:
         return [admitted[name] for name in names]
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """End the promises of blocks in *parent_of*, and return these blocks.
+        """End the promises of blocks in *parent_of*, and return the blocks to admit because of a promise.
 
-        Also returns the blocks in *parent_of* that come before them in their prompts.
+        These are the promised blocks and, for each of them, the blocks of *parent_of* that precede it in its prompt.
         """
         due: set[BlockName] = set()
         for name in parent_of:

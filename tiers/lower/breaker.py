@@ -24,9 +24,9 @@ class CircuitBreaker:
     """A circuit breaker for one kind of operation on one store: it tells the caller whether to use the store.
 
     Reads and writes have separate breakers, because a full disk can still be read. The caller calls `begin` before each
-    operation, and reports its outcome with `on_succeeded`, `on_failed`, `on_hung` or `withdraw`. As long as the outcome
-    of a probe is not reported, there is no other probe. The outcome of an operation is ignored if the breaker has
-    opened or closed since the operation began.
+    operation, and reports its outcome with `on_succeeded`, `on_failed`, `on_hung` or `withdraw`. A half-open breaker
+    allows a single operation, the *probe*, until its outcome is reported. The outcome of an operation is ignored if the
+    breaker has opened or closed since the operation began.
 
     Used by the owner's thread only. A breaker starts no operations and does not block.
     """

@@ -12,9 +12,9 @@ REST_S = 1.0  # pause after an error of the disk
 class RecordDeletion:
     """Deletes the records that are on disk but not in the index, page by page.
 
-    When all blocks are to be evicted at once, the index is emptied first. This process then no longer finds the records
-    on disk, but a later process would, so they are deleted too. Records that are written meanwhile are in the index and
-    are not deleted. Owned by the tiers' thread.
+    To evict all blocks, the caller first empties the index, so that this process no longer finds the records on disk.
+    Then they are deleted in the background, because a later process would find them. Records that are written meanwhile
+    are in the index and are not deleted. Owned by the tiers' thread.
     """
 
     def __init__(self, disk: DiskTier, transfers: TransferEngine, clock: Callable[[], float]) -> None:
@@ -51,7 +51,7 @@ class RecordDeletion:
         keys: Sequence[bytes] = transfer.result
         if not keys:
             self.is_done = True
-            if self._was_opened_anew:  # reload the index, and then write the blocks again that the reopened store lacks
+            if self._was_opened_anew:  # reload the index, and then write the blocks that the reopened store lacks
                 self._was_opened_anew, self._disk.indexed_opening = False, 0
             return
         unknown = [key for key in keys if self._is_unknown(key)]

@@ -50,7 +50,7 @@ AnyBatch = TypeVar("AnyBatch", bound=CopyBatch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches in flight on one route, for example from device to host memory. Their source slots are lent to them.
+    """The batches in flight on one route, for example from device to host memory, which lease their source slots.
 
     The number of blocks in flight is limited, so that allocations always find free slots. Owned by the tiers' thread.
     """
@@ -94,8 +94,8 @@ class Copies(Generic[AnyBatch]):
         """Return how many blocks the next batch from the pool *upper* may have; 0 if no batch may start now.
 
         All batches together lease at most a quarter of *num_lendable* slots, so that allocations can use the rest. The
-        default is the pool's free slots, including those leased by batches. If nothing is in flight, one block is
-        always allowed.
+        default is the number of the pool's free slots, plus those that batches lease. If nothing is in flight, one
+        block is always allowed.
         """
         under_way = [batch for batch in self.batches if batch.upper is upper]
         if len(under_way) >= self._max_in_flight:
@@ -126,8 +126,8 @@ class Copies(Generic[AnyBatch]):
     def is_making_progress(self, since: float) -> bool:
         """Return whether any batch is in flight and the lane (copy queue) does not hang.
 
-        The lane does not hang if the oldest batch in flight was submitted after *since*. It does not hang either if,
-        after *since*, one batch was submitted and another one ended.
+        The lane does not hang if all batches in flight were submitted after *since*. If only some of them were, another
+        batch must have ended after *since*.
         """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))
@@ -170,7 +170,7 @@ class CleanAhead:
     def depth(self) -> int:
         """Number of slots that should be free or hold clean blocks.
 
-        This is the length of the window, but never less than *min_blocks*, even if a small pool has a shorter window.
+        This is the length of the window, but at least *min_blocks*. The window of a small pool may be shorter.
         """
         return max(self._minimum, self.num_blocks)
 

@@ -61,7 +61,7 @@ class DiskIndex:
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
         """Return group and name of a block on disk that is not in *besides*.
 
-        Searches a part of the index, another one in each call. Returns None if that part has no such block.
+        Each call searches only the next part of the index, and returns None if that part has no such block.
         """
         blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
         return next((block for block in blocks if block not in besides), None)

@@ -71,8 +71,8 @@ class DiskPurge:
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
         """Return a function that evicts the next part, for a copy thread to call.
 
-        The function returns what it has evicted, and whether this was the last part. *walk* is an empty list in which
-        the parts of a scan keep the iterator over the store's keys.
+        The function returns what it has evicted, and whether this was the last part. *walk* is a list, empty
+        at first, that keeps the iterator over the store's keys from one part of a scan to the next.
         """
         disk, prefix = self._disk, self._order.namespace
         num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""

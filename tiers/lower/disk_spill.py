@@ -72,7 +72,8 @@ class DiskSpill:
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
         """Record in all batches in flight, except *besides*, that these keys are no longer on disk.
 
-        Such a batch may have been written before the eviction of the keys, although its outcome is processed later.
+        A batch counts as in flight until its outcome is processed. So it may have written these keys before they were
+        evicted.
         """
         others = [other for other in self.copies.batches if other is not besides]
         if others and keys:

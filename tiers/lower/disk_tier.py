@@ -43,8 +43,8 @@ class DiskAges:
     """A histogram of the ages of blocks that the disk evicts to make room, estimated from samples.
 
     At most one written block per second is sampled. When a sampled block is evicted, all blocks evicted since the
-    previous sampled one count with its age. Blocks written by an earlier process are not sampled. Owned by the tiers'
-    thread.
+    previous sampled one count with the age of this block. Blocks written by an earlier process are not
+    sampled. Owned by the tiers' thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -168,7 +168,7 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open, and the index is not that of an earlier opening of the store."""
+        """Whether the store is open, and the index was started anew for this opening of the store."""
         return self.indexed_opening != 0 and self.indexed_opening == self.opening()
 
     def may_write(self) -> bool:
@@ -176,11 +176,11 @@ class DiskTier:
         return self.is_open and self.writing.allows()
 
     def on_written(self, written: Written) -> EvictionCause:
-        """Process the outcome of a write, and return why the store has evicted records for it.
+        """Process the outcome of a write, and return why the write evicted records.
 
-        The cause is QUOTA if, according to the store's counts, all of these records were evicted because of tenants'
-        quotas; otherwise it is ROOM. An outcome that is older than one already processed does not change the statistics
-        and the budget.
+        The cause is QUOTA if the store evicted all of these records because of tenants' quotas, according to its
+        counts; otherwise it is ROOM. The statistics and the budget stay the same if the outcome of a later write has
+        been processed already.
         """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
         cause = EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
@@ -326,7 +326,10 @@ class DiskTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Store an OSError of a *side* ("read" or "write") in `why_failed`, for display only, and let it propagate."""
+        """Record the message of an OSError in `why_failed`, for display only, and let the error propagate.
+
+        *side* says what has failed: "read" or "write".
+        """
         try:
             yield
         except OSError as error:
@@ -359,7 +362,7 @@ class NoDisk(DiskTier):
 
 
 class DiskContent(Protocol):
-    """The bookkeeping of blocks on disk, as used by the loading of the disk's index and by reads from the disk."""
+    """The bookkeeping of blocks on disk that is needed to load the disk's index and to read from the disk."""
 
     @property
     def disk(self) -> DiskTier:

@@ -30,8 +30,7 @@ class HostBlocks:
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
         """Record the digests and tenants of the blocks that are now in *slots*.
 
-        *digests* has the blocks' digests, concatenated. *tenants* has each block's tenant as a number (see
-        `number_of`).
+        *digests* has the blocks' digests, concatenated. *tenants* has the number of each block's tenant.
         """
         self._known[slots] = True
         self._digests[slots] = np.frombuffer(digests, f"V{DIGEST_BYTES}")
@@ -84,15 +83,15 @@ class HostQuotas:
         host_blocks: Sequence[HostBlocks],
         block_bytes: Sequence[int],
     ) -> None:
-        """Create the limits. *quotas* has the bytes of each tenant; the other arguments are by attention group."""
+        """Create the limits. *quotas* has each tenant's limit in bytes; the others are by attention group."""
         self.has_any = bool(quotas)  # if False, callers need not call this object
         self._quotas = quotas
         self._host = host
         self._host_blocks = host_blocks
         self._block_bytes = block_bytes
         self._num_bytes = dict.fromkeys(quotas, 0)
-        # By group and tenant, if the tenant is still over its quota: the entry of the group's eviction order from which
-        # the search for the tenant's blocks continues.
+        # For each group and tenant that is still over its quota: the entry of the group's eviction order from which the
+        # search for the tenant's blocks continues.
         self._over: dict[tuple[int, bytes], int] = {}
 
     @property
@@ -145,7 +144,7 @@ class HostQuotas:
                 self._num_bytes[tenant] += count * num_bytes
 
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
-        """Search one part of the eviction order, from entry *start* on, and evict the tenant's excess blocks in it."""
+        """Evict the tenant's excess blocks among the `QUOTA_PART` entries of the eviction order from *start* on."""
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
         slots, end = host.pool.order.part(start, QUOTA_PART)

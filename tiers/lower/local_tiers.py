@@ -49,7 +49,7 @@ from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
-MIN_CLEAN_AHEAD = 32  # of the host blocks to be evicted next, at least this many should be clean (on disk)
+MIN_CLEAN_AHEAD = 32  # minimum of the host blocks kept clean (on disk), counted from the next to be evicted
 
 
 class LocalFetch:
@@ -355,8 +355,9 @@ class LocalHints(LowerHints):
     ) -> None:
         """Create hints that act on these parts of `LocalTiers`.
 
-        *windows* says for each attention group how many of the host blocks to be evicted next should be clean (on
-        disk). *unmet* counts for each group the slots that `LocalTiers.reserve` could not provide since the last spill.
+        *windows* has for each attention group the number of host blocks that should be clean (on disk), counted from
+        the next one to be evicted. *unmet* counts for each group the slots that `LocalTiers.reserve` could not provide
+        since the last spill.
         """
         self._index = index
         self._disk_spill = disk_spill
@@ -390,7 +391,7 @@ class LocalHints(LowerHints):
         self._unmet[:] = [0 for _ in self._unmet]
 
     def _is_roomy(self) -> bool:
-        """Return whether each group has enough blank or clean host slots for its window and its unmet requests."""
+        """Return whether each group has enough host slots without a block that must first be copied to disk."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self._index.host, self._windows, self._unmet, strict=True)
@@ -585,10 +586,10 @@ class LocalTiers:
         return True
 
     def forget_all(self) -> None:
-        """Evict every block, including leased ones and those being written to disk; delete disk records later.
+        """Evict every block, including leased ones and those being written to disk.
 
-        Unlike `clear`, this method neither waits nor ends fetches. So blocks that are being read still arrive in host
-        memory. Later polls report the blocks that were removed from the disk (see `is_forgetting`).
+        Later polls delete the records on disk, and report the blocks removed from there (see `is_forgetting`). Unlike
+        `clear`, this method neither waits nor ends fetches. So blocks that are being read still arrive in host memory.
         """
         self.index.report_disk_lost()
         self.index.disk.index.empty()
@@ -616,9 +617,9 @@ class LocalTiers:
         return LocalPurge(host, self._block_bytes, disk)
 
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
-        """Record that the store has deleted the records of *keys*, but not to make room for a write of these tiers.
+        """Record that the store has deleted the records of *keys*, for example at an operator's request.
 
-        *cause* says why, for example an operator's request, or a write by other tiers that share the store.
+        *cause* is the reason. The records that these tiers' own writes push out are not reported here.
         """
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:
@@ -644,17 +645,17 @@ class LocalTiers:
             host.ages.look(host.num_evicted, now)
 
     def time_out_reads(self, timeout_s: float) -> None:
-        """Give up all reads of a tier, as `Fetch.time_out` does, if one of them has been in flight for *timeout_s*.
+        """Give up all reads from each tier with a read in flight for *timeout_s* or longer; see `Fetch.time_out`.
 
-        Call this instead of `Fetch.time_out` if a fetch's deadline may pass while its reads are still queued. In that
-        case the tier may only be slow, and must not be treated as hung.
+        Call this instead of `Fetch.time_out` if a fetch's reads may still be queued at its deadline. Then the tier may
+        be slow rather than hung.
         """
         self._cold_reads.time_out_late(timeout_s)
 
     def _publish_row(
         self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers
     ) -> Ids:
-        """Publish the blocks of one row, and return the slots whose blocks no other slot holds."""
+        """Publish consecutive blocks of one prompt, and return their slots without those of duplicates."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
         taken = self.index.add_chain_to_host(

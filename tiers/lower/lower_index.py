@@ -164,7 +164,7 @@ class LowerIndex:
         return new
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
-        """Return the tenant and the parent of the block in a host slot. The parent is the block that it continues.
+        """Return the tenant and the parent of the block in a host slot. The parent is the block before it.
 
         If the group's attention reads only recent blocks, the parent is None, because the block is usable without it.
         """
@@ -234,8 +234,7 @@ class LowerIndex:
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
         """Handle a read from disk that failed with *fault*.
 
-        The block is removed from the disk's index. Only after an I/O error it stays there, because its record may be
-        intact.
+        The block is removed from the disk's index, except after an I/O error: then its record may be intact.
         """
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
@@ -244,7 +243,7 @@ class LowerIndex:
             self.remove_from_disk_index(group_id, name, _cause_of(fault))
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """Add one page of the keys that were in the store when it was opened to the disk's index."""
+        """Add a page of keys to the disk's index. Their records were in the store when it was opened."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if self._events is not None and group_id < len(self._block_sizes):
                 self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
@@ -276,7 +275,7 @@ class LowerIndex:
     def report_disk_lost(self) -> None:
         """Report blocks that are only on disk as lost. Call this before the disk is emptied.
 
-        At most `NUM_GHOSTS` blocks are reported, because the caller of `pop_lost` remembers no more.
+        At most `NUM_GHOSTS` blocks are reported, because the caller of `pop_lost` does not remember more than that.
         """
         num_left = NUM_GHOSTS
         for group_id, host in enumerate(self.host):

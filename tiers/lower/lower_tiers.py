@@ -55,7 +55,7 @@ NOTHING_TO_ASK = Answered()
 
 
 def names_at(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Return the names at the indices *places*, which are distinct and ascending."""
+    """Return the names at the indices *places*. The indices are distinct and ascending."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]
 
 
@@ -181,7 +181,7 @@ class LowerStatus(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """Size of host memory for all groups together; 0 while there is none, see `epoch`."""
+        """Size of host memory for all groups together; 0 while a sidecar that holds it is not connected."""
 
     @property
     def num_changes(self) -> int:
@@ -258,7 +258,7 @@ class LowerHints:
         """
 
     def spill(self) -> None:
-        """Start copying blocks from host memory to colder tiers, as far as copies are due.
+        """Start copying blocks from host memory to the colder tiers that should have them.
 
         While a request waits for blocks to be read, only copies that make room for these blocks are started.
         """
@@ -266,9 +266,9 @@ class LowerHints:
     def make_room(self) -> None:
         """Start copying blocks from host memory to disk, but only if host slots are needed.
 
-        Host slots are needed for reads, and if `LowerTiers.reserve` has returned fewer than requested since the last
-        call. Call this instead of `spill` while blocks are loaded to the device, or are copied from the device to make
-        room for a load. Other writes to disk would only slow the load down.
+        Host slots are needed if few are free for reads, or if `LowerTiers.reserve` has returned fewer than requested
+        since the last call. Call this instead of `spill` while blocks are loaded to the device, or are copied from the
+        device to make room for a load. Other writes to disk would only slow the load down.
         """
 
 
@@ -361,7 +361,7 @@ class LowerTiers(Protocol):
         """End the leases on reserved slots into which no blocks were copied."""
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        """Record that blocks were used, so that host memory evicts them last, the last one of *names* after the others.
+        """Record that blocks were used, so that host memory evicts them after all others, in the order of *names*.
 
         Blocks that are no longer in host memory are ignored. *were_read* says for each block whether it was read from
         disk (empty: no block was). The use of a block that was read from disk is recorded there too.
@@ -376,12 +376,12 @@ class LowerTiers(Protocol):
     def clear(self) -> bool:
         """Forget every block in all tiers below, and end every fetch. This is the only call that may wait for the disk.
 
-        `pop_lost` then reports the blocks, but at most `NUM_GHOSTS` of those on disk, because the caller remembers no
-        more.
+        `pop_lost` then reports the blocks, but at most `NUM_GHOSTS` of those on disk, because its caller does not
+        remember more than that.
 
         Returns:
-            False if host slots are reserved, being read into or being written to disk, or if the disk fails. Then no
-            block in host memory is forgotten.
+            False if host slots are reserved or being read into, if blocks are being written to disk or to the remote
+            tier, or if the disk fails. Then no block in host memory is forgotten.
         """
 
     def purge(self, order: PurgeOrder) -> Purge:

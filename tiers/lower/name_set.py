@@ -156,7 +156,7 @@ class NameSet:
         return True
 
     def find(self) -> list[BlockName]:
-        """Return a few names of the set, other ones on each call. The result may be empty although the set is not."""
+        """Return a few names of the set, different ones on each call. May return none although the set has some."""
         start, end = self._next, min(self._next + SCAN_BUCKETS, self.num_buckets)
         hits = np.flatnonzero(self._tags.all[start:end])[:WIDTH]
         self._next = 0 if end == self.num_buckets else end
@@ -189,7 +189,7 @@ class NameSet:
         return any(part.give_back() for part in self._parts)
 
     def _position(self, name: BlockName) -> int | None:
-        """Return the index of the name's place among the places of all buckets; None if no bucket has the name."""
+        """Return the number of the name's place, counted over all buckets; None if no bucket has the name."""
         tag, bucket = self._tag_and_bucket(name)
         wanted, start, end = tag.to_bytes(TAG_BYTES, "little"), bucket * BUCKET_BYTES, (bucket + 1) * BUCKET_BYTES
         find = self._tags.memory.find

@@ -12,9 +12,9 @@ from kvtier.tiers.naming.tier import Tier
 class PurgeOrder:
     """The scope of a purge: all blocks of *tiers*, or only those of one *tenant*.
 
-    If *namespace* is given, only blocks whose namespace, in hexadecimal, begins with it are evicted from the disk,
-    which may hold blocks of other models too. *max_bytes* or *max_blocks* limits how much is evicted from each tier.
-    The oldest blocks are evicted first.
+    The disk may hold blocks of several models, each in a namespace. *namespace* is the beginning of a namespace in
+    hexadecimal; if it is given, only blocks of matching namespaces are evicted from the disk. *max_bytes* or
+    *max_blocks* limits how much is evicted from each tier. The oldest blocks are evicted first.
     """
 
     tiers: frozenset[Tier] = frozenset(Tier)
@@ -78,7 +78,7 @@ class Purge(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no copy is in flight that may still add a block to a tier that was already purged."""
+        """False while a copy in flight may still add a block to a tier that was already purged."""
 
     def outcome(self) -> Mapping[Tier, Purged]:
         """Return for each tier what was evicted, and how many blocks are leased now."""

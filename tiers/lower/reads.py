@@ -245,8 +245,8 @@ class Reads:
         """Declare all reads in flight hung, because a request's deadline has passed. Queued reads then fail too.
 
         Otherwise every later request would wait just as long. The hung reads are reported to the tier's circuit
-        breaker, unless finished transfers have not been collected yet. In that case the reads may be finished too, and
-        the tiers' thread was late rather than the tier.
+        breaker. They are not reported if the tiers' thread has yet to process finished transfers. Then these reads may
+        have finished too, so the thread is late rather than the tier.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -377,7 +377,7 @@ class Reads:
         self._source.on_come(group_id, new, is_late)
 
     def _end(self, block_read: BlockRead, failure: Reason | None) -> None:
-        """Remove the read from the queued and running ones, and notify the fetches that wait for it."""
+        """Notify the fetches that wait for the read. Later fetches can no longer join it."""
         del self._under_way[block_read.group_id][block_read.name]
         for waiter, place in list(block_read.waiters.items()):
             waiter.on_read(place, block_read, failure)

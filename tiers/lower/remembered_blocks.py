@@ -16,9 +16,9 @@ class RememberedBlocks:
     """A set of about the last *num_blocks* blocks that were seen. Each is remembered by a key of 64 bits.
 
     If two blocks have the same key, the second one counts as seen although it is new, which does little harm. The keys
-    are stored in rows of `WAYS` places. A block's key determines its row, in which it replaces the oldest key. `Ghosts`
-    has a single ring instead, which is searched as a whole. For the four million blocks that a disk of a terabyte
-    needs, this would take half a millisecond per name.
+    are stored in rows of `WAYS` places. A block's key determines its row, in which it replaces the oldest key. So
+    only one row is searched per name. A search of all keys would take half a millisecond per name for the four million
+    blocks that a disk of a terabyte needs.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -10,7 +10,7 @@ TERABYTE = 10**12  # decimal, as drive makers count
 
 @dataclass(frozen=True, slots=True)
 class SsdLifeStatistics:
-    """The wear of an SSD that kvtier's writes cause.
+    """The wear that kvtier's writes have caused on an SSD.
 
     Writes of other programs and the drive's write amplification are not included.
     """

@@ -83,7 +83,7 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything except the token ids that determines a prompt's KV data or isolates the prompt from others.
+    """The properties of a prompt, besides its token ids, that determine its KV data or isolate it from others.
 
     The order and the tags of the keys are part of a block's name. Raises ValueError if the salt is not text or the
     embeddings contain Python objects. This check makes the request fail early, before an engine step names its blocks.
@@ -151,9 +151,9 @@ class BlockChain:
     """The block names of one growing token sequence: a prompt and the tokens generated after it.
 
     `sha256`: one hash runs over the whole sequence. Its input is the root, followed by the token ids of each full block
-    as little-endian uint32. A block's name is the digest after the block. The root is derived from the algorithm and
-    the seed. A block with extra keys starts a new hash. Its input is a tag, the name of the parent (the block before),
-    the length of the keys, the keys, and then the tokens as before.
+    as little-endian uint32. A block's name is the hash's value after the block's tokens. The root is derived from the
+    algorithm and the seed. A block with extra keys starts a new hash. The new hash's input is a tag, the name of the
+    parent (the block before), the length of the keys, the keys, and then the tokens as before.
 
     The input of `sha256` is unambiguous. It begins with the tag or with the root, and the root does not begin with the
     tag. Every part has a fixed or a stated length. The parent's name identifies everything before the block.

@@ -71,9 +71,9 @@ class _Windowed:
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
         """Return the same as `AttentionGroup.longest`, trying the longest prefix first.
 
-        If a needed block is missing, the next prefix ends before the missing block. A window of w blocks takes at most
-        2 * num_blocks / (w + 1) + 2 calls of *first_hole*: at most 254 calls for 8,192 blocks and a window of 64. A
-        recurrent state (w = 1) can take one call for each block.
+        If a prefix lacks a needed block, the next prefix to try ends before that block. If a token reads w blocks,
+        *first_hole* is called at most 2 * num_blocks / (w + 1) + 2 times, for example 254 times for 8,192 blocks and
+        w = 64. A recurrent state (w = 1) can take one call for each block.
         """
         while num_blocks:
             hole = first_hole(self.first_needed(num_blocks * self.block_size), num_blocks)
@@ -128,7 +128,7 @@ def alignment(groups: Iterable[AttentionGroup]) -> int:
 def name_block_size(groups: Iterable[AttentionGroup]) -> int:
     """Return the number of tokens that one block name covers: the greatest common divisor of the block sizes.
 
-    So every block of each group ends where the tokens of a name end.
+    So each block of a group consists of the tokens of one or more whole names.
     """
     return gcd(*(group.block_size for group in groups))
 
@@ -174,11 +174,14 @@ def longest_hit(
 def longest_single(
     num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
 ) -> int:
-    """Return the longest hit of the groups that never forget or, if all groups forget, of the best single group.
+    """Return the longest hit, considering only the groups that never forget.
 
-    The result is a multiple of `alignment`. A result longer than `longest_hit` is called a *junction*: the prefix was
-    requested before, but some groups have not kept the blocks that are needed to resume after it. These blocks are
-    worth naming now, so that the next request finds them.
+    If all groups forget, each group is considered alone, and the longest of their hits is returned. The result is a
+    multiple of `alignment`.
+
+    If the result is longer than `longest_hit`, its end is called a *junction*. The prefix was requested before, but
+    some groups have not kept the blocks that are needed to resume after it. These blocks are worth naming now, so that
+    the next request finds them.
     """
     lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
     alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]

@@ -23,8 +23,8 @@ OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NO_TENANT
 def tenant_of(cache_salt: str | None) -> bytes:
     """Return the tenant of requests with *cache_salt*, or NO_TENANT if there is no salt.
 
-    The tenant is an 8-byte hash that does not reveal the salt. Salts that are equal up to the first NUL have the same
-    tenant, so a tenant may use many salts.
+    The tenant is an 8-byte hash that does not reveal the salt. Only the part of the salt before the first NUL counts,
+    so a tenant can use several salts.
     """
     if not cache_salt:
         return NO_TENANT
@@ -44,8 +44,8 @@ def tenant_with(number: int) -> bytes:
 class Origin(NamedTuple):
     """The parent and the tenant of a block.
 
-    *parent* is the name of the previous block in the prompt. The parent must stay on disk as long as the block, which
-    is useless without the parent. *parent* is None if the block is useful on its own.
+    *parent* is the name of the previous block in the prompt. A block is useless without its parent, so the parent must
+    stay on disk as long as the block. *parent* is None if the block is useful on its own.
     """
 
     parent: BlockName | None = None

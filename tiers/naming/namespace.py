@@ -1,4 +1,4 @@
-"""Namespace: everything besides the prompt that determines KV bytes. Blocks of another namespace are never hits."""
+"""Namespace: what determines KV bytes besides the prompt. Blocks of another namespace are never hits."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ LAYOUT_VERSION = 1  # version of the block layout: [group_layers, 2, block_size,
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """Geometry of one attention group (the layers that share one kind of attention). *kind* names the attention."""
+    """Geometry of one attention group: the layers that share one kind of attention, which *kind* identifies."""
 
     kind: str
     layer_ids: tuple[int, ...]

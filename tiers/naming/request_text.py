@@ -1,4 +1,4 @@
-"""A check for text from requests, which ends up in names, files, events and metrics encoded as UTF-8."""
+"""A check that text from a request can be encoded as UTF-8, as names, files, events and metrics require."""
 
 
 def check_text(what: str, text: object) -> None:

@@ -1,7 +1,7 @@
 """Retention: the choice of blocks to name, so that later prompts can find them.
 
-There is a choice only in groups that forget: their tokens read only recent blocks, as with a sliding window or a
-recurrent state.
+Only groups that forget have a choice. Their tokens read only recent blocks, as with a sliding window or a recurrent
+state. All other groups name every block.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 class Retention:
     """A policy that chooses which blocks get a name, so that later prompts can find them.
 
-    Every block is named in groups that never forget (`AttentionGroup.forgets`), and in all groups if *interval_tokens*
-    is None. Otherwise only the *tails* of some prefixes are named: the blocks that are needed to resume after the
-    prefix. These prefixes end at the *boundaries* that the caller passes to `kept`, and at multiples of
-    *interval_tokens* (0: none).
+    Groups that never forget (`AttentionGroup.forgets`) name every block. If *interval_tokens* is None, all groups do.
+
+    Otherwise, a group that forgets names only the *tails* of some prefixes: the blocks that are needed to resume after
+    the prefix. These prefixes end at the *boundaries* that the caller passes to `kept`, and at every multiple of
+    *interval_tokens*. If it is 0, they end only at the boundaries.
     """
 
     groups: Sequence[AttentionGroup]
@@ -40,14 +41,16 @@ class Retention:
             )
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
-        """Return which of *group*'s blocks *start_block* to *end_block* - 1 to name, as ascending, disjoint ranges.
+        """Return which blocks of *group* to name, as ascending, disjoint ranges.
+
+        Only the blocks *start_block* to *end_block* - 1 are considered.
 
         *boundaries* are the token positions at which later prompts are expected to resume: junctions (see
         `longest_single`), and the prompt's length minus one, because the last token is always computed. Each position
         is rounded down to a multiple of `alignment`.
 
-        The result includes blocks that are needed to resume at a position after *end_block*, so that a prompt can be
-        named in pieces.
+        The result includes blocks that are needed to resume at a position after *end_block*. So the caller can name a
+        prompt's blocks in several calls.
         """
         if self.interval_tokens is None or not group.forgets:
             return [range(start_block, end_block)] if start_block < end_block else []

@@ -37,8 +37,8 @@ class Fading:
 class Prompt(NamedTuple):
     """Blocks that are still to be counted: the first *num_names* of *names*, a list that may grow later.
 
-    *block_tokens* and *block_bytes* are the size of a block. *block_tokens* is 0 for blocks of generated tokens, which
-    no prompt asked for.
+    *block_tokens* and *block_bytes* are the size of a block. *block_tokens* is 0 for blocks of generated
+    tokens, because they count neither as hits nor as misses.
     """
 
     names: Sequence[BlockName]

@@ -21,8 +21,9 @@ class WhatIf:
     """An estimate of the hit ratios that the tiers would have at other sizes.
 
     At its present size, a tier has the observed hit ratio. For another size, a difference is added, which is computed
-    from the reuse distances (`ReuseDistances`). The computation treats a tier as an LRU cache. Its size is the capacity
-    of the tier, plus the bytes of blocks in warmer tiers that have no copy below. Owned by one thread.
+    from the reuse distances (`ReuseDistances`). The computation treats a tier as an LRU cache, which also holds the
+    blocks of warmer tiers. Blocks that are only in warmer tiers take no room in the tier, so the size of the LRU cache
+    is the tier's capacity plus their bytes. Owned by one thread.
     """
 
     def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:

@@ -148,8 +148,8 @@ class Backlogs:
         Also starts to fetch the blocks that are not in host memory, and ends the reservations of device slots.
 
         Returns:
-            The source of each block, leased for the caller. Then the promotions that wanted some of the blocks, each
-            with a mask of the blocks that it wanted.
+            A pair: the source of each block, whose leases then belong to the caller; and the promotions that wanted
+            some of the blocks, each with a mask of the blocks that it wanted.
         """
         backlog = self._backlogs[promotion][group.id]
         found = backlog.sources(ids)

@@ -51,7 +51,7 @@ class Moves(NamedTuple):
 class Demand:
     """The bytes that must be copied to load a hit, for each prefix to which the hit could be shortened.
 
-    The first prefix needs no copies.
+    The first prefix is empty or on the device, so it needs no copies.
     """
 
     ends: npt.NDArray[np.float64]  # [num_prefixes] lengths in tokens, ascending

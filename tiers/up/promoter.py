@@ -242,7 +242,7 @@ class _Refresh:
     """Blocks of one prompt and group that are to become the most recent ones in the lower tiers.
 
     *from_disk* has a byte for each name of the chain: 1 if the block came from disk, else 0. It is empty if no block
-    did.
+    came from disk.
     """
 
     chain: BlockChain
@@ -266,7 +266,7 @@ class Refreshes:
         """Queue blocks of a group that were used.
 
         *from_disk* has a byte for each name of the chain: 1 if the block came from disk, else 0. It is empty if no
-        block did. The use of blocks from disk is also recorded on disk.
+        block came from disk. The use of blocks from disk is also recorded on disk.
         """
         if len(blocks):
             self._waiting.append(_Refresh(chain, group, blocks, from_disk))
@@ -291,9 +291,9 @@ class Promoter:
     """Runs promotions, which load the blocks of hits to the device, some blocks at a time.
 
     A promotion first leases its blocks on the device and in host memory. Blocks that are not on the device wait in a
-    backlog until they are copied (`Uploads`). To free a slot, clean blocks are evicted before dirty blocks, which have
-    no copy in a lower tier. The *window* of some methods limits how far this search for clean blocks goes. Owned by the
-    cache's thread.
+    backlog until they are copied (`Uploads`). To free a slot, a clean block is evicted rather than a dirty one, which
+    has no copy in a lower tier. The *window* of some methods limits the search for a clean block. Owned by the cache's
+    thread.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class Promoter:
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's blocks in host memory the last to be evicted, because a request needs them soon.
 
-        Does nothing if any block has moved since the lookup, because an earlier call has then refreshed the blocks.
+        Does nothing if any block of the cache has moved since the lookup. The places in the hit may then be outdated.
         """
         if hit.as_of != self._residency.num_changes:
             return
@@ -415,7 +415,7 @@ class Promoter:
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases that transfers, not promotions, hold on the group's device slots."""
+        """Return the number of leases on the group's device slots that are held by transfers, not by promotions."""
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
@@ -512,7 +512,7 @@ class Promoter:
                 del self._kept_back[promotion]
 
     def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
-        """Start to load the promotion's first queued blocks; return how many are no longer queued."""
+        """Start to load up to *limit* of the promotion's queued blocks; return how many blocks left the queue."""
         group, ids = self._backlogs.first(promotion, limit)
         names = names_of(promotion.chain, group.attention, ids)
         here = group.pool.find_all(names)

@@ -43,7 +43,7 @@ class PartialHit:
 class Misses:
     """The reasons why the tokens after a cached prefix must be computed.
 
-    Each reason is stored with a token position. It holds from the previous reason's position up to its own.
+    Each reason is stored with the token position at which it ends. The next reason holds from there on.
     """
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
@@ -58,7 +58,7 @@ class Misses:
         return counts
 
     def first(self, num_tokens: int) -> Reason:
-        """Return the reason for the token after the first *num_tokens*; LAST_BLOCK if no reason is recorded for it."""
+        """Return the reason for the token after the first *num_tokens*; LAST_BLOCK if none is recorded."""
         return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
@@ -85,7 +85,7 @@ class Hit:
 
     @property
     def num_blocks(self) -> int:
-        """Number of the chain's names that the hit covers."""
+        """Length of the hit in blocks of the chain."""
         return self.num_tokens // self.chain.block_size
 
 
@@ -114,7 +114,7 @@ class Promotion:
 
     @property
     def num_blocks(self) -> int:
-        """Number of the chain's names that the prefix covers."""
+        """Length of the prefix in blocks of the chain."""
         return self.num_tokens // self.chain.block_size
 
     @property

@@ -48,7 +48,7 @@ class LayeredUpload:
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy the layers of all groups in parts, and open the gate for compute after each part."""
+        """Copy the layers of all groups in parts; after each part, let compute read its layers (`LayerGate`)."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():
@@ -92,8 +92,8 @@ def upload_blocks(
     """Copy those host blocks to the device whose bytes match their digests; return for each whether they match.
 
     Runs on a thread of a lane (a queue of copies). The bytes cannot change after the verification, because the upload
-    leases the host slots until this function has returned. The leases stay valid even if the slots belong to a sidecar
-    that has ended this process's session.
+    leases the host slots until this function has returned. The host slots may belong to a sidecar, a separate process
+    that owns host memory. Then the leases stay valid even if the sidecar ends this process's session.
     """
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
@@ -155,7 +155,8 @@ class Uploads:
     ) -> list[Upload]:
         """Start uploads from *sources* into *device_slots*. The leases on both then belong to the uploads.
 
-        Blocks that are already in host memory are not copied until `copy_up` is called.
+        Blocks that must be read first are copied when they arrive in host memory. Blocks that are already there wait
+        until the caller calls `copy_up`.
         """
         uploads, under_way = [], self._uploads[group]
         for name, device_slot, (fetch, place, tier) in zip(names, device_slots, sources, strict=True):
@@ -237,10 +238,10 @@ class Uploads:
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def on_lane_hung(self) -> None:
-        """Give up all blocks on the lane to the device, because the lane hangs. No promotion may wait for them.
+        """Give up all blocks on the lane to the device, because the lane hangs.
 
-        Until a transfer on the lane ends, lookups ignore the lower tiers. Otherwise every new request would wait for
-        the lane too.
+        The caller must have ended the promotions that wait for these blocks. Until a transfer on the lane ends, lookups
+        ignore the lower tiers. Otherwise every new request would wait for the lane too.
         """
         for upload in self._on_lane.keys() - self._hanging:
             assert not upload.waiters, "a promotion waits for a block that hangs"
@@ -251,7 +252,7 @@ class Uploads:
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases that transfers, not promotions, hold on the group's device slots."""
+        """Return the number of leases on the group's device slots that are held by transfers, not by promotions."""
         return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
@@ -304,7 +305,7 @@ class Uploads:
         return submitted
 
     def _on_lane_moved(self) -> None:
-        """Record that a transfer on the lane to the device has ended, so that not all of its threads hang."""
+        """Let lookups use the lower tiers again: a transfer to the device has ended, so the lane does not hang."""
         self._residency.is_cut_off = False
 
     def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:

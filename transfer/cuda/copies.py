@@ -57,7 +57,7 @@ class BlockCopies(Protocol):
 class LoopCopies:
     """A copy method that starts one asynchronous copy for each run of adjacent slots.
 
-    Host memory need not be pinned, because CUDA then copies through a pinned buffer of its own.
+    Host memory need not be pinned: CUDA copies unpinned memory through a pinned buffer of its own.
     """
 
     def __init__(self, ends: Ends) -> None:
@@ -178,8 +178,8 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
 class StagedCopies:
     """A copy method with staging buffers: gather the blocks in a buffer, move it in one copy, scatter the blocks.
 
-    Useful for blocks so small that one copy per block costs more than moving all bytes twice, if CuPy is not installed
-    (`KernelCopies` needs it). The CPU gathers and scatters on the host side, so host memory need not be pinned.
+    Useful for small blocks, where one copy per block costs more than moving all bytes twice. `KernelCopies` is for such
+    blocks too, but needs CuPy. The CPU gathers and scatters on the host side, so host memory need not be pinned.
     """
 
     def __init__(self, ends: Ends) -> None:

@@ -80,7 +80,7 @@ def choose_copies(ways: Mapping[str, CopyMethod], scratch: Ends) -> CopyChoice:
             except Exception as error:  # whatever the error, another method is used
                 log.info("block copies: method %s is not available: %s", name, error)
     if not any(down.values()):
-        raise RuntimeError(f"no method to copy blocks works on {device}; tried {', '.join(ways)}")
+        raise RuntimeError(f"no method to copy blocks works on {device}; tried {', '.join(ways)}; see the log")
     return CopyChoice(fastest(down), fastest(up), down, up)
 
 

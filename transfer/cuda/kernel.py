@@ -41,7 +41,7 @@ class KernelCopies:
         if ends.device.device.type != "cuda":
             raise RuntimeError("the copy kernel needs a CUDA device")
         if block_bytes % _WORD_BYTES or ends.device.data_ptr() % _WORD_BYTES or ends.host.data_ptr() % _WORD_BYTES:
-            raise RuntimeError(f"blocks of {block_bytes} bytes are not aligned to whole words of {_WORD_BYTES} bytes")
+            raise RuntimeError(f"blocks of {block_bytes} bytes are not aligned to multiples of {_WORD_BYTES} bytes")
         self._cupy = import_module("cupy")
         self._kernel = self._cupy.RawKernel(SOURCE, "copy_blocks")
         self._ends = ends

@@ -15,8 +15,8 @@ class CudaLane:
     slot after the kernels that still read its former content.
 
     A transfer is finished when its bytes are in place. The lane's thread waits for that, and the owner's thread does
-    not. Only finished transfers make `poll()` publish blocks and reuse slots. So compute enqueued later finds a
-    promoted block complete, and overwrites a spilled slot only after the spill has read it.
+    not. The tiers publish a block or reuse a slot only after its transfer has finished. So compute enqueued later finds
+    a promoted block complete, and overwrites a spilled slot only after the spill has read it.
 
     With several threads, one thread verifies a batch on the CPU while another thread's batch is on the bus. Transfers
     may then finish in any order, which is safe because each transfer leases its source and target slots.

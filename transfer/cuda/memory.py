@@ -40,7 +40,8 @@ def cuda_pin(device: torch.device) -> Pin:
             error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
         if error:
             raise RuntimeError(
-                f"cudaHostRegister of {num_bytes} bytes: CUDA error {error}; raise the locked-memory limit (ulimit -l)"
+                f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}; "
+                "raise the locked-memory limit (ulimit -l)"
             )
         return lambda: unpin(address)
 
@@ -59,8 +60,8 @@ def node_of_gpu(device: torch.device) -> int | None:
 class CudaMemory:
     """A `BlockMemory` on a GPU. Its device slots are *device_blocks*, [num_slots, block_bytes] uint8.
 
-    Copies run on the calling thread's current stream (the stream of a `CudaLane`), and wait for it before they return.
-    Only `copy`, which the computing thread calls, does not wait.
+    Copies run on the calling thread's current stream (the stream of a `CudaLane`). They return when the bytes are in
+    place, except for `copy`: the computing thread calls it and must not wait.
 
     *way* is the name of a method in `COPIES`, or an earlier result of `choose_methods`. By default, the methods are
     measured. `choice` holds the chosen methods and their speeds; it is None if *way* is a name or if there are no host

@@ -1,1 +1,1 @@
-"""The dashboard: a web page that shows which tiers prompt tokens were loaded from, and why others were recomputed."""
+"""The dashboard: a web page that shows how many prompt tokens came from each tier, and why others were recomputed."""

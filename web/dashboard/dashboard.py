@@ -22,7 +22,7 @@ SAVE_EVERY_S = 10
 OWN_EVERY_S = 5  # interval of the events that go only to the viewers of one group
 # Samples are taken in the middle of seconds, so that a slightly early or late one still belongs to its second.
 MIDDLE_S = 0.5
-MAX_MISSED = 60  # max number of consecutive missed seconds to fill in with rates; a longer pause stays a gap
+MAX_MISSED = 60  # max number of consecutive seconds without a sample to fill in; longer gaps stay
 _DIGITS = 6  # significant digits of numbers that are sent
 
 
@@ -40,14 +40,14 @@ class Source(Protocol):
         """Return the server's current state. Raise `NoSample` if there is none."""
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the facts that only viewers of *group* may see. A group is, for example, a tenant.
+        """Return the data that only viewers of *group* may see. A group is, for example, a tenant.
 
-        Raises `NoSample` if there are none now.
+        Raises `NoSample` if there is no data at the moment.
         """
 
 
 class Dashboard:
-    """The history and the live stream of samples from *source*. Start `run` as a task. Owned by the event loop."""
+    """The history of samples from *source*, and their live stream. Start `run` as a task. Owned by the event loop."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Dashboard:
         await self._keeper.close(self.history)
 
     def end(self) -> None:
-        """End the streams of all viewers at once. `run` returns soon afterwards."""
+        """End the streams of all viewers, and make `run` return."""
         self._has_ended.set()
         self.stream.end()
 
@@ -113,9 +113,10 @@ class Dashboard:
         self._num_ticks += 1
 
     def _fill_missed(self, at: float, row: Row) -> dict[str, object]:
-        """Fill seconds without a sample before *at* with the rates in *row*, which are means over that time.
+        """Add history rows for the seconds before *at* that have no sample.
 
-        Levels stay unknown. Returns fields for the `tick` event: the number of these seconds, and their row.
+        They get the rates in *row*, which are means over these seconds. Values that are not rates stay unknown. Returns
+        fields for the `tick` event: the number of these seconds, and their row.
         """
         before, self._sampled_at = self._sampled_at, at
         num_missed = 0 if before is None else int(at) - int(before) - 1
@@ -146,7 +147,7 @@ class Dashboard:
 
 
 def plain(values: npt.NDArray[np.floating]) -> list[float | None]:
-    """Return the numbers for JSON: rounded to few digits, and None in place of NaN."""
+    """Return *values* as a list for JSON, rounded, with None in place of NaN."""
     exact = np.asarray(values, np.float64)
     is_known = np.isfinite(exact)
     known = exact[is_known]

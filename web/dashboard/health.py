@@ -24,7 +24,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The health of one component (*thing*)."""
+    """The health of one component, which *thing* names."""
 
     thing: str
     state: HealthState
@@ -32,7 +32,7 @@ class Condition:
 
 
 def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of the disk tier: its store, reads and writes, and the drive. Empty without a disk tier."""
+    """Yield the conditions of the disk tier's store, reads, writes and drive, if there is a disk tier."""
     if store is not None:
         yield _store(store)
     if disk is None:
@@ -47,7 +47,7 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
 
 
 def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of the remote tier. Empty without a remote tier."""
+    """Yield the conditions of lookups, reads and writes in the remote tier, if there is one."""
     if remote is None:
         return
     doing = {"ask": "lookups", "read": "reading", "write": "writing"}
@@ -56,7 +56,7 @@ def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
 
 
 def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]:
-    """Yield conditions for the tiers in which blocks were damaged, or evicted before they were copied down."""
+    """Yield a condition for each tier that had damaged blocks, or that evicted blocks before they were copied."""
     for tier, found in tiers.items():
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)

@@ -1,4 +1,4 @@
-"""The dashboard's history: rows of numbers over time, in several resolutions and of constant size."""
+"""The dashboard's history: ring buffers with rows of numbers over time, one buffer for each resolution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.float32]  # [num_rows, num_columns]
 
 
 class Place(NamedTuple):
-    """The position of a row in a history: the index of the row's ring, and the row's index in that ring."""
+    """The position of a row in a history: the index of the row's ring buffer, and the row's index in that buffer."""
 
     ring: int
     line: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A copy of the rows of a period, with one row for every time step. Unknown values are NaN."""
+    """A copy of the history's rows for a period, with one row for every time step. Unknown values are NaN."""
 
     step_s: int
     start: int  # start of the first row, in seconds since the Unix epoch
@@ -52,7 +52,7 @@ class Stretch:
 
 
 class Ring:
-    """A ring buffer of the newest rows of one resolution. Rows are never moved."""
+    """A ring buffer of the newest rows of one resolution. A row stays at its index until it is overwritten."""
 
     def __init__(self, resolution: Resolution, num_columns: int) -> None:
         self.resolution = resolution
@@ -100,9 +100,9 @@ class _Mean:
 
 
 class History:
-    """The rows of a dashboard's history: a ring buffer for each resolution. Owned by the event loop.
+    """A dashboard's history, with a ring buffer of rows for each resolution. Owned by the event loop.
 
-    It also records which rows are not yet saved to the history's file.
+    It also records which rows have not been saved to a file yet.
     """
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
@@ -113,17 +113,17 @@ class History:
         self._unsaved: set[Place] = set()
 
     def add(self, at: float, row: Row) -> None:
-        """Add the row of time *at* to all rings."""
+        """Add the row of time *at* in all resolutions."""
         self.num_changes += 1
         for number, (ring, mean) in enumerate(zip(self.rings, self._means, strict=True)):
             stamp = ring.stamp(at)
             self._unsaved.add(Place(number, ring.put(stamp, mean.with_row(stamp, row))))
 
     def take_in(self, earlier: "History", now: float) -> int:
-        """Copy the rows of an *earlier* history into empty rows of this one, matching columns by name.
+        """Copy the rows of an *earlier* history for the times that this history has no rows for.
 
-        Rows later than *now* come from a wrong clock and are not copied. Returns approximately how many seconds the
-        copied rows cover.
+        Columns are matched by name. Rows later than *now* are not copied, because the clock was wrong then. Returns
+        approximately how many seconds the copied rows cover.
         """
         self.num_changes += 1
         taken_s, is_full = 0, True
@@ -148,7 +148,7 @@ class History:
     def stretch(self, seconds: float, now: float) -> Stretch:
         """Return the rows of the last *seconds*, in the finest resolution that reaches back so far.
 
-        If none does, the coarsest resolution is used.
+        If no resolution reaches back so far, return all rows of the coarsest one.
         """
         ring = next((each for each in self.rings if each.resolution.span_s >= seconds), self.rings[-1])
         step_s, until = ring.resolution.step_s, ring.stamp(now)
@@ -156,6 +156,6 @@ class History:
         return Stretch(step_s, (until - num_steps + 1) * step_s, self.columns, ring.last(num_steps, until))
 
     def take_unsaved(self) -> set[Place]:
-        """Return and clear the places of rows that were written since the last call."""
+        """Return the positions of the rows that were written since the last call."""
         unsaved, self._unsaved = self._unsaved, set()
         return unsaved

@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class Keeper(Protocol):
-    """Storage for a history: a file (`HistoryKeeper`), or no storage (`NoKeeper`). Owned by the event loop."""
+    """Storage for a history: a file (`HistoryKeeper`), or none (`NoKeeper`). Owned by the event loop."""
 
     async def read(self) -> History | None:
-        """Return the history that an earlier process saved, or None if it cannot be read."""
+        """Return the history that an earlier process saved, or None if there is none or it cannot be read."""
 
     def save(self, history: History) -> None:
         """Start saving the new rows of the history. Return at once."""
@@ -36,9 +36,9 @@ class Keeper(Protocol):
 
 
 def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | None:
-    """Return the configured path of the history's file, else a path next to the disk store's folder.
+    """Return the path of the history's file: the configured path, or else one next to the disk store's folder.
 
-    Returns None, for no file, if neither the path nor [disk] is configured.
+    Returns None if neither is configured. Then the history is not saved.
     """
     if dashboard.path is not None:
         return Path(dashboard.path)
@@ -69,8 +69,8 @@ class NoKeeper:
 class HistoryKeeper:
     """A keeper that saves the history to a `RingFile`.
 
-    Threads read and write the file, one call at a time, and the server does not wait for them. So if the disk hangs, is
-    full or cannot be written, only the saved history is lost, with one line in the log.
+    Threads read and write the file, so that the server never waits for the disk. If the file cannot be written, the
+    history is not saved, and one line in the log says why.
     """
 
     def __init__(self, path: Path, shape: Shape, open_file: Callable[[Path, Shape], RingFile] = RingFile) -> None:
@@ -115,7 +115,7 @@ class HistoryKeeper:
     async def close(self, history: History) -> None:
         """Write the new rows and close the file.
 
-        Waits at most `CLOSE_S` for a read or write in progress, and at most `CLOSE_S` for the last write.
+        Waits at most `CLOSE_S` for a read or write in progress, and as long again for the write of the new rows.
         """
         await self._wait()
         self.save(history)
@@ -148,7 +148,7 @@ class HistoryKeeper:
 
 
 def in_daemon(work: Callable[[], _T]) -> "Future[_T]":
-    """Run *work* in a daemon thread, which does not delay the end of the process, and return its future."""
+    """Run *work* in a daemon thread, which does not delay the end of the process. Return a future of the result."""
     result: Future[_T] = Future()
     result.set_running_or_notify_cancel()
 

@@ -1,6 +1,7 @@
-"""The data that the dashboards of engines and sidecars share, taken from the same statistics as `/metrics`.
+"""The data that the dashboards of both engines and sidecars show, taken from the same statistics as `/metrics`.
 
-The functions `..._totals` and `..._levels` return numbers by column of the history, and `..._facts` JSON values.
+The history has a column for each number from the functions `..._totals` (counts since the start) and `..._levels`
+(current values). The functions `..._facts` return other data as JSON values.
 """
 
 import math
@@ -60,13 +61,13 @@ def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 
 class RecentAges:
-    """The median age, at eviction, of the blocks that each tier has evicted in the last ten minutes."""
+    """The median age of blocks at their eviction, for each tier, over the last ten minutes."""
 
     def __init__(self) -> None:
         self._recent = {tier: RecentValues(AGES_WINDOW_S) for tier in Tier}
 
     def levels(self, monotonic_s: float, tiers: Mapping[Tier, TierStatistics]) -> Numbers:
-        """Return the median age in seconds, for each tier that has evicted blocks in that time."""
+        """Return the median age in seconds, for each tier that has evicted blocks in the last ten minutes."""
         ages = {
             tier: quantile(self._recent[tier].since(monotonic_s, found.eviction_ages), 0.5)
             for tier, found in tiers.items()
@@ -99,7 +100,7 @@ def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
 
 
 def what_if_levels(ratios: HitRatios) -> Numbers:
-    """Return estimated hit ratios: for several sizes of each tier, that of this tier and all faster tiers together."""
+    """Return the estimated hit ratio of each tier and all faster tiers together, for several sizes of the tier."""
     return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
 
 
@@ -131,7 +132,7 @@ def _breaker_facts(store: DiskStatistics | RemoteStatistics) -> list[dict[str, o
 
 
 def disk_facts(disk: DiskStatistics) -> dict[str, object]:
-    """Return the state of the disk tier that other tiers lack, such as its write budget."""
+    """Return data that only the disk tier has, such as its write budget."""
     life = None
     if disk.life is not None:
         years = disk.life.years_left
@@ -148,7 +149,7 @@ def disk_facts(disk: DiskStatistics) -> dict[str, object]:
 
 
 def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
-    """Return the state of the remote tier that other tiers lack, such as its requests."""
+    """Return data that only the remote tier has, such as the number of its requests."""
     return {
         "where": remote.where,
         "known_blocks": remote.known_blocks,
@@ -166,7 +167,7 @@ def remote_facts(remote: RemoteStatistics) -> dict[str, object]:
 
 
 def store_facts(store: StoreStanding) -> dict[str, object]:
-    """Return whether the disk tier's store is open, and how often it was lost since the start."""
+    """Return whether the disk tier's store is open, and how often its folder or process was lost since the start."""
     return {
         "folder": str(store.folder),
         "not_open": store.not_open,

@@ -1,4 +1,4 @@
-"""Histograms of recent values, computed from a cumulative histogram."""
+"""Histograms of recent values, computed from a histogram of all values since the start."""
 
 from collections import deque
 
@@ -8,9 +8,10 @@ EVERY_S = 5.0
 
 
 class RecentValues:
-    """A histogram of the values of the last *window_s* seconds, computed from a cumulative histogram.
+    """A histogram of the values of the last *window_s* seconds, computed from a histogram of all values.
 
-    A snapshot of the cumulative histogram is kept every `EVERY_S` seconds, and the oldest one is subtracted.
+    The histogram of all values is copied every `EVERY_S` seconds. The result is its current state minus the copy from
+    the beginning of the window.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -18,7 +19,10 @@ class RecentValues:
         self._kept: deque[tuple[float, HistogramStatistics]] = deque()
 
     def since(self, now_s: float, histogram: HistogramStatistics) -> HistogramStatistics:
-        """Return the histogram of the last *window_s* seconds, or since the first call. *now_s* is a monotonic time."""
+        """Return the histogram of the last *window_s* seconds, or since the first call if that was later.
+
+        *histogram* has all values up to now. *now_s* is a monotonic time.
+        """
         kept = self._kept
         if not kept or now_s - kept[-1][0] >= EVERY_S:
             kept.append((now_s, histogram))
@@ -30,7 +34,7 @@ class RecentValues:
 
 
 def quantile(histogram: HistogramStatistics, share: float) -> float | None:
-    """Return the quantile *share*, interpolated within its bucket, or None if there are no values.
+    """Return the quantile for *share*, from 0 to 1, or None if there are no values. Interpolate within a bucket.
 
     A value above the last bound counts as equal to that bound.
     """

@@ -26,7 +26,7 @@ class BadFile(ValueError):
 
 
 class Shape:
-    """The layout of a history's file, which follows from the columns and resolutions of the history."""
+    """The layout of a file for a history with these columns and resolutions."""
 
     def __init__(self, columns: Sequence[str], resolutions: Sequence[Resolution]) -> None:
         self.columns, self.resolutions = tuple(columns), tuple(resolutions)
@@ -46,11 +46,11 @@ class Shape:
             magic, num_bytes, crc = _HEAD.unpack_from(content)
             text = content[_HEAD.size : _HEAD.size + num_bytes]
             if magic != MAGIC or num_bytes > _MAX_HEADER_BYTES or zlib.crc32(text) != crc:
-                raise BadFile("its header is damaged")
+                raise BadFile("the file's header is damaged")
             told = json.loads(text)
             return cls(told["columns"], [Resolution(*each) for each in told["resolutions"]])
         except (struct.error, ValueError, TypeError, KeyError) as error:
-            raise BadFile("it is not a history" if not isinstance(error, BadFile) else str(error)) from None
+            raise BadFile("the file is not a history" if not isinstance(error, BadFile) else str(error)) from None
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Shape:
 
 
 class RingFile:
-    """A history file, locked while it is open. Owned by the thread that calls it. Every call may block on the disk."""
+    """A file with a history, locked while it is open. Not thread-safe. Every call may block on the disk."""
 
     def __init__(self, path: Path, shape: Shape) -> None:
         """Open the file, or create it if there is none.
@@ -106,10 +106,10 @@ class RingFile:
             raise
 
     def read(self) -> tuple[History, int]:
-        """Return the history in the file, empty for a new file, and the number of damaged rows.
+        """Return the history in the file, which is empty for a new file, and the number of damaged rows.
 
-        A file with other content or another layout is overwritten with an empty history of this layout. A history of
-        another layout is still returned. Raises `BadFile` if the content was not a history.
+        If the file has another layout, return its history, but overwrite the file with an empty history of this layout.
+        If the file is not a history, overwrite it too, and raise `BadFile`.
         """
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         is_new = not content
@@ -137,7 +137,7 @@ class RingFile:
         self.close()
 
     def _begin(self) -> None:
-        """Replace the content by an empty history. The header is written last, so a crash leaves no partial history."""
+        """Replace the content by an empty history. Write the header last, so that a crash leaves no partial history."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, self._shape.num_bytes)
         os.pwrite(self._file, self._shape.header, 0)

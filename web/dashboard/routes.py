@@ -30,7 +30,7 @@ GroupOf = Callable[[Request], str | None]
 class HistoryStretch(msgspec.Struct, frozen=True):
     """The dashboard's data of a period that begins at *start*, in seconds since the Unix epoch.
 
-    Each column has one value per step of *step_s* seconds, which is null if unknown.
+    Each column has one value for every *step_s* seconds. Unknown values are null.
     """
 
     step_s: int
@@ -42,7 +42,7 @@ class HistoryStretch(msgspec.Struct, frozen=True):
 class DashboardRoutes:
     """The handlers of a dashboard's routes. Owned by the event loop.
 
-    *group_of* returns the group of viewers, such as a tenant, that the sender of a request belongs to.
+    Viewers of one group, such as a tenant, see the same data. *group_of* returns the group of a request's sender.
     """
 
     def __init__(self, dashboard: Dashboard, group_of: GroupOf) -> None:

@@ -1,4 +1,4 @@
-"""A sample of a server's state at one moment: numbers for the history, and facts that are only sent to viewers."""
+"""A sample of a server's state at one moment: numbers for the history, and other data for the viewers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Row = npt.NDArray[np.float64]  # [num_columns], NaN for unknown values
 class Sample:
     """The state of a server at one moment.
 
-    *totals* are counts since the start and *levels* are current values, both by column of the history. *facts* are JSON
-    values for viewers and do not go into the history.
+    *totals* (counts since the start) and *levels* (current values) map columns of the history to numbers. *facts* are
+    other data for the viewers, as JSON values.
     """
 
     at: float  # in seconds since the Unix epoch
@@ -30,7 +30,7 @@ class Sample:
 
 
 class Rates:
-    """A converter of samples to rows of the history. Levels stay unchanged, and totals become rates per second."""
+    """A converter of samples to rows of the history. Totals become rates per second, and levels stay unchanged."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = tuple(columns)
@@ -38,15 +38,15 @@ class Rates:
 
     @property
     def is_rate(self) -> npt.NDArray[np.bool_]:
-        """A mask of the columns that were totals in the last sample, `[num_columns]`."""
+        """Whether each column was a total in the last sample, `[num_columns]`."""
         totals = {} if self._before is None else self._before.totals
         return np.array([column in totals for column in self._columns], np.bool_)
 
     def row(self, sample: Sample) -> Row:
         """Return the row of *sample*.
 
-        A rate is NaN in the first row, and when the total has decreased because its counter was reset. The time since
-        the last sample is rounded to whole seconds, so that the rates of all seconds add up to the total.
+        A rate is NaN in the first row, and after a reset of its counter. The time since the last sample is rounded to
+        whole seconds, so that the rates of all seconds add up to the total.
         """
         before, self._before = self._before, sample
         row = np.array([sample.levels.get(column, np.nan) for column in self._columns], np.float64)

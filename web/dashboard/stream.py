@@ -19,7 +19,7 @@ def event(name: str, content: object) -> bytes:
 
 
 class Stream:
-    """A stream of events to all viewers, each encoded only once. Owned by the event loop.
+    """A stream of events to all viewers. Each event is encoded only once. Owned by the event loop.
 
     Events are not queued: a slow viewer misses some events and gets the newest one next. Some events go only to the
     viewers of one group, for example a tenant's requests only to that tenant.
@@ -47,15 +47,15 @@ class Stream:
 
     @property
     def unsent_groups(self) -> tuple[str | None, ...]:
-        """Groups that have viewers but to which `publish_to` has not sent an event yet."""
+        """Groups with viewers for which `publish_to` has not been called yet."""
         return tuple(group for group in self._groups if group not in self._own)
 
     def begin_with(self, first: bytes) -> None:
-        """Send *first* to each new viewer before all other events."""
+        """Set the event that each new viewer gets first."""
         self._first = first
 
     def publish(self, latest: bytes) -> None:
-        """Send *latest* to all viewers, in place of the previous event."""
+        """Send *latest* to all viewers. Viewers that have not read the previous event skip it."""
         self._latest = latest
         self._tell()
 
@@ -74,7 +74,9 @@ class Stream:
     def viewer(self, group: str | None) -> Iterator[AsyncIterator[bytes]]:
         """Register a viewer while the context lasts, and return its events. Raise `TooManyViewers` above the limit."""
         if self.num_viewers >= self._max_viewers:
-            raise TooManyViewers(f"{self._max_viewers} viewers are connected; close a page, or raise max_viewers")
+            raise TooManyViewers(
+                f"{self._max_viewers} viewers are connected; close one, or raise dashboard.max_viewers"
+            )
         self._groups[group] = self._groups.get(group, 0) + 1
         try:
             yield self._events(group)

@@ -1,1 +1,1 @@
-"""Verbs: commands of operators to a running server, such as reset and pin, with access control and an audit log."""
+"""Commands ("verbs") of operators to a running server, such as reset and pin, with access control and an audit log."""

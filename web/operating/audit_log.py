@@ -1,4 +1,4 @@
-"""The audit log, which has a line for each request of an operator."""
+"""The audit log, which has one line for each operator's request."""
 
 import json
 import logging
@@ -29,8 +29,8 @@ class _OwnFile(RotatingFileHandler):
 class AuditLog:
     """A log of the operators' requests: operator, verb, arguments, outcome and request ids, but no prompt or salt.
 
-    The lines go to the logger `kvtier.audit`, independent of other loggers' levels, and to a file if one is configured.
-    Owned by one event loop.
+    The lines go to the logger `kvtier.audit`, even if the level of `kvtier` is above INFO, and to a file if one is
+    configured. Owned by one event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AuditLog:
                 raise OSError(why) from error
 
     def write(self, who: str | None, verb: str, arguments: Mapping[str, object], outcome: Mapping[str, object]) -> None:
-        """Write a line about one request. *who* is the operator's name, or None if the token is unknown."""
+        """Write a line about a request. *who* is the operator's name, or None for requests with a wrong token."""
         now = self._clock()
         seconds, milliseconds = divmod(round(now * 1000), 1000)
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z"

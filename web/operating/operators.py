@@ -1,4 +1,4 @@
-"""The operators, whose tokens authorize them to use verbs such as reset and pin."""
+"""The operators and the tokens that authorize them to send verbs (commands such as reset and pin)."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ class Operators:
     """The operators and their tokens, which authorize requests. Only digests of the tokens are kept."""
 
     def __init__(self, tokens: ApiKeys) -> None:
-        """Create the operators. *tokens* maps each token to an operator's name, as API keys are mapped to tenants."""
+        """Create the operators. In *tokens*, the keys are the operators' tokens, and the tenants are their names."""
         self._tokens = tokens
 
     @classmethod
     def of(cls, file: str | None, environment: Mapping[str, str]) -> "Operators | None":
-        """Return the operators in *file*, or the operator whose token is in *environment*, or None without either.
+        """Return the operators in *file*, or the one whose token is in *environment*, or None if neither is given.
 
         Raises ValueError if both are given, if a token is invalid, or if *file* is unusable.
         """
@@ -63,7 +63,7 @@ class RefusedTokens:
     def note(self) -> None:
         """Count a request with a wrong token. Write the count to the audit log at most once per `REFUSED_S` seconds.
 
-        Without this limit, a client could fill the log and so push out all other lines.
+        Otherwise a client could fill the log until the older lines are deleted.
         """
         self._num_refused += 1
         if self._clock() >= self._told_at + REFUSED_S:

@@ -19,7 +19,7 @@ BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a mil
 
 
 class Operating:
-    """The handler of operators' requests to a server, which logs each one in the audit log. Owned by the event loop."""
+    """The handler of operators' requests to a server. It logs each in the audit log. Owned by the event loop."""
 
     def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
@@ -57,7 +57,7 @@ class Operating:
 
 
 def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
-    """Return the function that carries out each verb of `KINDS`."""
+    """Return the function for each verb: the one that carries it out."""
     return {
         "reset": operated.reset,
         "evict": operated.evict,
@@ -70,9 +70,11 @@ def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]
 
 
 async def _set_level(asked: LogLevel) -> Answer:
-    """Set a logger's level until the process ends."""
+    """Set a logger's level. A restart of the server restores the old level."""
     if asked.logger == LOGGER or asked.logger.startswith(f"{LOGGER}."):
-        raise ApiError(400, "the level of the audit log cannot be set", code="invalid_value", param="logger")
+        raise ApiError(
+            400, "the audit log has a fixed level; give another logger", code="invalid_value", param="logger"
+        )
     logger = logging.getLogger(asked.logger)
     before = logging.getLevelName(logger.getEffectiveLevel()).lower()
     logger.setLevel(asked.level.upper())

@@ -25,7 +25,7 @@ Answer = dict[str, object]
 
 
 async def until_done(go_on: Callable[[], Awaitable[bool]]) -> None:
-    """Call *go_on* until it returns True. Each call does one part of a verb's work on the thread of the tiers."""
+    """Call *go_on* until it returns True. Pause between the calls, so that the tiers' thread can do other work."""
     while not await go_on():
         await asyncio.sleep(PAUSE_S)
 
@@ -34,14 +34,14 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """An operator's command. Its fields are the arguments."""
 
     def told(self) -> Answer:
-        """Return the arguments to write to the audit log: names and numbers, but no prompt and no salt."""
+        """Return the arguments to write to the audit log, without the prompt and the salt."""
         return {name: value for name, value in msgspec.to_builtins(self).items() if value not in (None, False)}
 
 
 class Reset(Verb, frozen=True, kw_only=True):
-    """A verb that evicts blocks from all tiers but the remote tier.
+    """A verb that evicts blocks from all tiers except the remote tier.
 
-    The blocks are those of a *tenant*, those of the *namespace* whose name begins with the given digits, or *all*.
+    It evicts the blocks of a *tenant*, or of a *namespace*, given by the first digits of its name, or *all* blocks.
     """
 
     tenant: _Text | None = None
@@ -80,7 +80,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies the blocks that lower tiers lack to a lower tier, and waits up to *seconds* for the copies."""
+    """A verb that copies each block without a copy in a lower tier there, and waits up to *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 
@@ -88,8 +88,8 @@ class Spill(Verb, frozen=True, kw_only=True):
 class Pin(Verb, frozen=True, kw_only=True):
     """A verb that keeps the cached blocks of a prompt in host memory for *seconds*.
 
-    *model* is a model or adapter of this server, or the model of an engine that is attached to this sidecar. *tenant*
-    and *salt* must be those of the requests that use the prompt.
+    *model* is the name of a model or adapter of this server. For a sidecar it is the model of an attached engine.
+    *tenant* and *salt* must be the same as in the requests that use the prompt.
     """
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PINNED_S)]
@@ -105,7 +105,7 @@ class Pin(Verb, frozen=True, kw_only=True):
 
     @property
     def pin_id(self) -> str:
-        """Name of the pin. It is the same for all pins with the same prompt, model, tenant and salt."""
+        """Name of the pin. Pins with the same prompt, model, tenant and salt have the same name."""
         content = [self.model, self.tenant, self.salt, self.prompt, self.token_ids]
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
@@ -116,29 +116,29 @@ class Pin(Verb, frozen=True, kw_only=True):
 
 
 class Unpin(Verb, frozen=True, kw_only=True):
-    """A verb that ends the *pin* with this name."""
+    """A verb that ends a pin. *pin* is its name, from the response to `Pin`."""
 
     pin: _Text
 
 
 class Check(Verb, frozen=True, kw_only=True):
-    """A verb that verifies that the records of all tiers are consistent.
+    """A verb that verifies that the server's internal records of blocks are consistent.
 
-    Requests have to wait for the check. So it is refused while requests are running, unless *now* is set.
+    A check delays running requests. So it is refused while there are any, unless *now* is true.
     """
 
     now: bool = False
 
 
 class LogLevel(Verb, frozen=True, kw_only=True):
-    """A verb that sets the *level* of a *logger*: `kvtier`, or a part of it such as `kvtier.tiers`."""
+    """A verb that sets the *level* of a *logger*: `kvtier`, or a logger below it such as `kvtier.tiers`."""
 
     level: Literal["debug", "info", "warning", "error"]
     logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"kvtier(\.[a-z_]+)*", self.logger) is None:
-            raise ValueError("logger: give kvtier, or a part of it such as kvtier.tiers")
+            raise ValueError("logger: give kvtier, or a logger below it such as kvtier.tiers")
 
 
 KINDS: Mapping[str, type[Verb]] = {
@@ -153,7 +153,7 @@ KINDS: Mapping[str, type[Verb]] = {
 
 
 class Operated(Protocol):
-    """A server that carries out verbs. Each method returns names and numbers for the response, or raises `ApiError`."""
+    """A server that carries out verbs. Each method returns the content of the response, or raises `ApiError`."""
 
     async def reset(self, asked: Reset) -> Answer: ...
 
@@ -169,7 +169,7 @@ class Operated(Protocol):
 
 
 def tiers_answer(outcome: Mapping[Tier, Purged]) -> Answer:
-    """Return the counts of blocks evicted from each tier, in the format of a response."""
+    """Return the response to a reset or evict: the counts of evicted blocks for each tier."""
     tiers: Answer = {}
     for tier, purged in outcome.items():
         counts: Answer = {"blocks": purged.num_blocks, "bytes": purged.num_bytes, "leased": purged.num_leased}

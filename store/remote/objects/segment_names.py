@@ -31,8 +31,8 @@ _ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 class SegmentName(NamedTuple):
     """The name of a segment: the last key of its interval, and the interval's level.
 
-    *level* is one more than the highest level of the keys before *last* in the interval, so that each interval has only
-    one name. Level 0 means that the interval consists of *last* alone.
+    The same blocks may be an interval of several levels. *level* is the lowest of them, so that each interval has only
+    one name. It is one more than the highest level of the keys before *last*, or 0 if *last* is the only key.
     """
 
     level: int
@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 
 
 def folder_of(key: bytes) -> str:
-    """Return the folder for the namespace of *key*, which may be the namespace itself."""
+    """Return the folder for the namespace of *key*. Instead of a key, the namespace alone may be passed."""
     return key[:NAMESPACE_BYTES].hex()
 
 
@@ -92,12 +92,12 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Cut *run* into segments, each the longest interval that begins after the last one and has at most `MAX_BYTES`.
+    """Cut *run* into segments. Each is the longest interval of at most `MAX_BYTES` that begins after the previous one.
 
-    An interval has at most four times as many blocks as follow it in the run, or 8 blocks. This limit helps another
-    prompt that begins with the same document as this run and then continues differently. That prompt cannot use an
-    interval that extends beyond the document. With the limit it misses only a part of the document: fewer blocks than
-    four times the number of this run's blocks after the document.
+    An interval may always have 8 blocks. A longer one has at most four times as many blocks as come after it in the
+    run. This limit helps other prompts that begin with the same document as this run and then continue differently.
+    They cannot use an interval that extends beyond the document, so it should be short. The limit keeps it below four
+    times the number of this run's blocks after the document.
     """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
@@ -115,7 +115,7 @@ def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
 def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
     """Return the end (exclusive) of the longest interval that begins at index *start*.
 
-    *begun* is the highest level that has an interval beginning there.
+    Intervals of every level up to *begun* begin there, but none of a higher level.
     """
     end = start + 1
     highest = levels[start]  # each end found is the first one of its level, so intervals up to that level end there

@@ -11,15 +11,16 @@ _GROWTH = 4
 class SegmentSearch:
     """A search for the segments of one chain. It says which segments to request next, and does no I/O itself.
 
-    A segment holds an interval of the chain, which is cut at keys of a given level (see `segment_names`).
+    A segment holds an interval, which is all blocks of the chain between two keys that have at least a given level. The
+    higher the level, the longer are its intervals (see `segment_names`).
 
     - The first round requests every interval of the top level.
-    - Each later round begins at the first key that was not found. It requests the smaller intervals within the missing
-      interval, two per level on average.
-    - If segments of a level were found, the next rounds request more intervals of that level.
+    - Each later round requests intervals of the lower levels, beginning with the one that contains the first missing
+      key. For each level these are two intervals on average.
+    - If segments of a lower level were found, later rounds request four times as many intervals of that level.
 
-    So the search ends at the first interval of which nothing was found, unless later segments were found. Below the top
-    level the search makes at most 64 requests, plus one for each key that it has found.
+    The search usually ends after a later round that found nothing. Below the top level it makes at most 64 requests,
+    plus one for each key that it has found.
     """
 
     def __init__(self, keys: Sequence[bytes], known: Container[bytes] = ()) -> None:

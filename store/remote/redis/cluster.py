@@ -203,8 +203,7 @@ def _is_of_an_old_map(reply: Reply) -> bool:
 def _owners_of(reply: Reply, told_by: Address) -> Owners | None:
     """Return the slot map in *reply*, a reply to CLUSTER SLOTS, or None if it has another form.
 
-    A node that does not know its own address leaves it out. Its host is then the host of *told_by*, the node that
-    replied.
+    *told_by* is the node that replied. If the reply contains an entry without a host, the host of *told_by* is used.
     """
     if not isinstance(reply, list):
         return None

@@ -16,10 +16,10 @@ _PING = Command(b"PING")
 
 
 class ClusterMember:
-    """A client of one node of a cluster, which cannot delay calls to other nodes when this node is silent.
+    """A client of one node of a cluster. If the node is silent, calls to other nodes are not delayed.
 
     After a call without any reply, the node *rests*: further calls fail at once, until the node has answered a ping
-    that is sent in the background. Each node has its own threads, one per connection, so calls that wait for a silent
+    that is sent in the background. Each node has its own threads, one per connection. So calls that wait for a silent
     node block no thread of another node.
     """
 

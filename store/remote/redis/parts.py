@@ -42,8 +42,8 @@ class Parts(NamedTuple):
 def in_parts(record: RemoteRecord) -> tuple[bytes, list[memoryview]]:
     """Split *record* into its first part, which is stored under the record's name, and the other parts.
 
-    Put the first part last, so that a reader never finds it without the others. All parts have about the same size. A
-    small record has only the first part. The other parts are views of the record's payload.
+    Send the first part to the server last, so that no reader finds it without the others. All parts have about the same
+    size. A small record has only the first part. The other parts are views of the record's payload.
     """
     payload = record.payload.cast("B")
     num_parts = max(1, -(-(payload.nbytes - _SLACK_BYTES) // PART_BYTES))

@@ -154,7 +154,7 @@ class ReplyParser(BaseParser):
         return value
 
     def _fill(self, until: float | None) -> None:
-        """Receive more bytes behind those not parsed yet."""
+        """Receive more bytes into the buffer, behind the bytes that are not parsed yet."""
         if self._start:
             rest = self._view[self._start : self._end].tobytes()
             self._view[: len(rest)] = rest

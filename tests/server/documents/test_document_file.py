@@ -85,7 +85,7 @@ def test_with_a_key_nothing_of_it_can_be_read_and_nothing_in_clear_is_believed(t
 
     assert b"secret" not in (tmp_path / name).read_bytes()
     with DocumentFolder(tmp_path, None, TOKENIZER) as clear:
-        with pytest.raises(Damaged, match="give \\[disk\\] the key"):
+        with pytest.raises(Damaged, match="configure the key"):
             clear.read(name)
         clear.write(document_of("a forgery"))
     with DocumentFolder(tmp_path, cipher, TOKENIZER) as encrypted, pytest.raises(Damaged, match="not encrypted"):

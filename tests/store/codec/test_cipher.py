@@ -160,7 +160,7 @@ def test_a_command_prints_the_key() -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("", "it is empty"),
+        ("", "the command is empty"),
         (f"echo '{KEY.hex()}", "close the quotation"),
         (f"no-such-program {KEY.hex()}", "no-such-program: No such file"),
         (f"sh -c 'echo {KEY.hex()}; exit 3'", "sh: exit status 3"),

@@ -102,7 +102,7 @@ class Inquiries:
     def _ask(
         self, group_id: int, names: Sequence[BlockName], limit: int, began_at: float, waiting: list[RemoteInquiry]
     ) -> bool:
-        """Ask about the first *limit* of *names*. Return False if the store is suspended or the lane is full."""
+        """Ask about the first *limit* of *names*. Return False if the store is suspended or the queue is full."""
         attempt = self._remote.asking.begin()
         if attempt is None:
             return False

@@ -38,11 +38,10 @@ class RemoteBatch(CopyBatch):
 class RemoteSpill:
     """The writer of blocks from host memory to the remote tier. The first blocks of a prefix are written first.
 
-    A block is *wanted*, which means to be written, when it is used a second time. This is the case if a request hits a
-    block that it did not compute, or if a block is missed a second time. A wanted block that is not in host memory is
-    written when it has arrived there. A block that is evicted from host memory before it is written becomes wanted
-    again at its next use. Because requests use whole prefixes, the stored prefixes have no gaps. Owned by the tiers'
-    thread.
+    A block becomes *wanted* (to be written) when it is used a second time: a request hits it, or misses it for the
+    second time. A wanted block that is not in host memory is written when it has arrived there. A block that is evicted
+    from host memory before it is written becomes wanted again at its next use. A request uses all blocks of its prefix,
+    so the stored prefixes have no gaps. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class RemoteSpill:
         return sum(map(len, self._wanted)) + sum(len(batch.names) for batch in self.copies.batches)
 
     def want(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """Mark these blocks as wanted, in the order of writing, unless the store is believed to have them."""
+        """Mark these blocks as wanted, unless the store is believed to have them. They are written in this order."""
         is_in_host = self._index.host[group_id].pool.find_all(names) != ABSENT
         is_new = ~self._remote.presence.are_held(group_id, names)
         _note(self._wanted[group_id], list(compress(names, (is_new & is_in_host).tolist())))
@@ -167,9 +166,9 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Insert *names* at the front of *noted*, because the parts of a prefix arrive in reverse order.
+    """Insert *names* at the front of *noted*, and drop all names after the first `MAX_WANTED`.
 
-    Names beyond the first `MAX_WANTED` are dropped.
+    A long prefix is noted in several calls, of which the first has the last blocks of the prefix.
     """
     for name in reversed(names):
         noted[name] = None

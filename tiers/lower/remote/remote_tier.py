@@ -43,11 +43,11 @@ class RemoteTier:
 
     No index of the store is kept. The store is queried, and its answers are remembered as hints. Copy threads call only
     `read`, `write` and `ask`. The tiers' thread calls everything else, which does not block. Queries, reads and writes
-    each have a circuit breaker. While it is open, they are suspended.
+    each have a circuit breaker, and are suspended while their breaker is open.
     """
 
     def __init__(self, records: RemoteRecords, namespace: bytes, asks: Lane, clock: Callable[[], float]) -> None:
-        """Create the tier over the store *records*. Queries run in the lane *asks*, which the caller closes."""
+        """Create the tier over the store *records*. *asks* is the queue of queries; the caller closes it."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.asks = asks
         self.presence = RemoteHints(clock)
@@ -147,7 +147,7 @@ class RemoteTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Store the last error of "ask", "read" or "write" for display, and let the error propagate."""
+        """Remember an error of "ask", "read" or "write" for display, and let the error propagate."""
         try:
             yield
         except OSError as error:
