@@ -136,10 +136,11 @@ class Place:
 
     def _is_pageable(self, host: torch.Tensor) -> bool:
         address, num_bytes = host.data_ptr(), _num_bytes(host.shape, host.dtype)
-        if self._device.memory.is_registered(address, num_bytes):
-            return False
+        # In this order: another thread may register the memory between the two looks, and either answer is right then.
         if self._device.memory.is_pageable(address, num_bytes):
             return True
+        if self._device.memory.is_registered(address, num_bytes):
+            return False
         raise self._device.note_misuse(f"a copy of {num_bytes} bytes goes over the end of a registration")
 
     def _fill(self, target: DeviceTensor, value: float) -> DeviceTensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_devices import GPU_0
 from fake_cuda import CudaMisuse, FakeDevice, Late, Schedule, Seeded, installed
+from fake_cuda.memory import Memory
 from fake_cuda.runtimes import INVALID_VALUE, Bindings, SourceAccessOrder
 
 from kvtier.transfer.cuda.copies import SourceOrder, cuda_batch
@@ -236,6 +237,31 @@ def test_misuse_whose_exception_was_caught_is_an_error_at_the_end() -> None:
 
     with pytest.raises(CudaMisuse, match="never recorded"), installed(Late()):
         misuse()
+
+
+class MemoryRegisteredMeanwhile(Memory):
+    """Memory that another thread registers right after each look at it."""
+
+    def is_pageable(self, address: int, num_bytes: int) -> bool:
+        found = super().is_pageable(address, num_bytes)
+        self.register(address, num_bytes)
+        return found
+
+    def is_registered(self, address: int, num_bytes: int) -> bool:
+        found = super().is_registered(address, num_bytes)
+        self.register(address, num_bytes)
+        return found
+
+
+def test_a_copy_to_memory_that_is_being_registered_is_no_misuse(device: FakeDevice) -> None:
+    blocks, host = on_device(7), torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    device.memory.__class__ = MemoryRegisteredMeanwhile  # keeps what is allocated so far
+
+    host.copy_(blocks, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+
+    assert set(host.tolist()) == {7}
+    assert device.violations == []
 
 
 def test_a_copy_over_the_end_of_a_registration(device: FakeDevice) -> None:
