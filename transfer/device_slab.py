@@ -7,7 +7,7 @@ class DeviceSlab:
     """The device memory for the KV blocks of one attention group. Each slot holds one block.
 
     The shape of `tensor` is [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]. The dimension of size 2 has
-    the keys first, then the values. The slab does not track which slots are in use.
+    the keys first, then the values. Whoever leases a slot owns its bytes; the slab does not track leases.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class HostSlab:
 
     The first use of memory is 8 to 18 times slower than reuse (DESIGN.md section 10). So a background thread "backs"
     the file (allocates its pages) piece by piece and, if *pin* is given, pins each piece. Slots that the thread has not
-    reached yet work, but are slower. *node* is the preferred NUMA node.
+    reached yet work, but are slower. *node* is the preferred NUMA node. Whoever leases a slot owns its bytes.
 
     With *file*, a descriptor that the slab duplicates, the slots are at the beginning of another process's file. The
     other process backs this file, so that the pages count against its memory limit. The slab's thread waits for it.
@@ -166,7 +166,7 @@ class HostSlab:
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
     """Return the number of slots to allocate and pin at a time, as one piece of about *piece_bytes*.
 
-    A piece has whole slots, because a copy may not cross the border between two pinned pieces, and whole pages.
+    A piece has whole pages. It has whole slots, because a copy may not cross the border between two pinned pieces.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
     return unit * max(1, piece_bytes // (unit * block_bytes))

@@ -52,9 +52,9 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """A bounded queue of transfers, and the threads that run them.
+    """A bounded queue of transfers, and the threads that run them. The threads never touch the owner's state.
 
-    The lane puts each accepted transfer into a `Finished` queue exactly once. The order is that of finishing.
+    The lane puts each accepted transfer into its `Finished` queue exactly once, in any order.
     """
 
     def submit(self, transfer: Transfer) -> bool:

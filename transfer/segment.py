@@ -36,7 +36,7 @@ class Segment:
     `backed_bytes`. If memory runs out, a process that writes beyond them is killed.
 
     A process can hand its segment over to the process that replaces it (its successor) by passing on `lock_file`. Other
-    processes that map the segment do not notice.
+    processes that map the segment do not notice, if the successor keeps the size.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def discard_handover(file: int, folder: Path = SHARED_MEMORY) -> None:
 
 
 def leftovers(folder: Path) -> Iterator[str]:
-    """Remove the segments that ended processes of this user have left behind, and yield their names."""
+    """Remove the segments that processes of this user left behind when they ended, and yield the names."""
     for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError):  # another process removed it, its owner lives, or it is not a segment
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

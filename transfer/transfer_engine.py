@@ -79,7 +79,7 @@ class RouteStatistics:
 
 
 class TransferEngine:
-    """A dispatcher that submits work to the lanes of *lanes* by route, and delivers the outcomes in `poll`.
+    """A dispatcher that submits work to *lanes*, one for each route, and delivers the outcomes in `poll`.
 
     Only one thread may call the methods. All lanes must have been created with the same queue *finished*.
     """

@@ -1,4 +1,4 @@
-"""The data that is collected on each request for the log and the metrics. It contains no text of the prompt."""
+"""Data on each request, for the log and the metrics. It contains no text of the prompt."""
 
 from dataclasses import dataclass, field
 from typing import cast

@@ -19,7 +19,7 @@ BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a mil
 
 
 class Operating:
-    """The handler of operators' requests to a server. It logs each in the audit log. Owned by the event loop."""
+    """The handler of operators' requests to a server. It logs them in the audit log. Owned by the event loop."""
 
     def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
@@ -57,7 +57,7 @@ class Operating:
 
 
 def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
-    """Return the function for each verb: the one that carries it out."""
+    """Return the functions that carry out the verbs, by the name of the verb."""
     return {
         "reset": operated.reset,
         "evict": operated.evict,

@@ -80,7 +80,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies each block without a copy in a lower tier there, and waits up to *seconds* for the copies."""
+    """A verb that copies blocks to a lower tier if it lacks them, and waits up to *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 
@@ -116,7 +116,7 @@ class Pin(Verb, frozen=True, kw_only=True):
 
 
 class Unpin(Verb, frozen=True, kw_only=True):
-    """A verb that ends a pin. *pin* is its name, from the response to `Pin`."""
+    """A verb that ends a pin. *pin* is its name, from the response to the verb `pin`."""
 
     pin: _Text
 
