@@ -117,9 +117,8 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         type=_host_name,
         metavar="NAME",
         help="for a server without API keys: host name that clients may use in its URL, such as the name of a proxy; "
-        "*.NAME allows all names that end in .NAME; may be repeated (default: only what is always allowed: IP "
-        "addresses, localhost and, unless the server listens on a loopback address, names that cannot exist in "
-        "public DNS)",
+        "*.NAME allows all names that end in .NAME; may be repeated; IP addresses and localhost are always allowed; a "
+        "server on a non-loopback address also allows names that cannot exist in public DNS (default: none)",
     )
 
 

@@ -51,7 +51,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
     """Return whether the command line has `--tenant-isolation strict`.
 
-    Without API keys, this is an error on the command line, although strict is also the default.
+    Without API keys, the option is an error. The default is strict too, but is then ignored.
     """
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"

@@ -60,10 +60,10 @@ class Attendant(Protocol):
 class EngineThread:
     """A daemon thread that loads an engine, steps it, runs commands between the steps, and finally closes it.
 
-    The thread completes three futures in this order, even after an error. `loaded` gets the engine, or the error of
-    loading. `served` is done when no more commands run, and gets the error of an engine that failed. `closed` gets an
-    error of closing. Each command that is passed to `put` either runs or is refused. Any thread may call all methods
-    except `add_attendant` and `remove_attendant`.
+    The thread completes three futures in this order, even after an error. `loaded` gets the engine, or an
+    error if loading failed. `served` is done when no more commands run; it gets an error if the engine failed. `closed`
+    gets an error if closing failed. Each command that is passed to `put` either runs or is refused. Any thread may call
+    all methods except `add_attendant` and `remove_attendant`.
 
     ThreadPoolExecutor is not used, because Python waits at exit until the threads of a pool have ended. A program that
     forgot to close the engine would never end.

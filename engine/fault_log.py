@@ -103,7 +103,7 @@ class FaultLog:
                 log.warning("disk: %s works again", doing)
 
     def _look_at_remote(self, remote: RemoteStatistics) -> None:
-        """Log faults of the remote store, reads and writes in one line, because both fail if it is unreachable."""
+        """Log faults of the remote store. Reads and writes share a line: both fail if the store is unreachable."""
         failing = [side for side, state in remote.breakers.items() if state is not BreakerState.CLOSED]
         for were_failing in self._take_change("remote", bool(failing), False):
             if failing:
@@ -121,10 +121,10 @@ class FaultLog:
             log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """If the state of *thing* needs a log line now, record *state* as logged and yield the state logged before.
+        """Yield the last logged state of *thing* if a line must be logged now, and record *state* as logged.
 
-        A line is needed if the two states differ and the last line is `QUIET_S` old. Before the first line, *at_first*
-        counts as logged.
+        A line must be logged if the two states differ and the last line about *thing* is at least `QUIET_S` old.
+        *at_first* is the state that is assumed before the first line.
         """
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()

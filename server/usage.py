@@ -28,7 +28,10 @@ class Usage:
     left_out: Sequence[str] = ()  # keywords of the request's schemas that are not enforced
 
     def note_pinned(self, has_room: bool) -> None:
-        """Record whether the cache had room to pin a prompt, or all prefixes that the request asks to keep."""
+        """Record whether the cache had room for a pin that the request asks for.
+
+        `is_pinned` is True only if there was room for every such pin.
+        """
         self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:

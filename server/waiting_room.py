@@ -183,7 +183,7 @@ class WaitingRoom:
 
 
 class _Pace:
-    """The rate at which a tenant's completions leave the room, not counting the times when none are inside."""
+    """The rate at which a tenant's completions leave the room, while it has completions inside."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -188,7 +188,7 @@ class LayoutTiers:
 
     @property
     def num_leased(self) -> int:
-        """Number of chunks and reserved slots of all groups that are leased now."""
+        """Number of chunks leased now plus number of slots reserved now, in all groups together."""
         pools = [host.pool for host in self.tiers.index.host]
         return sum(
             pool.num_leases - (memory.num_host_slots - self.num_slots(group_id))

@@ -28,7 +28,8 @@ class TooManyPins(ValueError):
 class PinnedLayout:
     """A snapshot of the chunks that a pin keeps in one layout.
 
-    *num_chunks* and *num_coming* count a chunk once for each group of each rank.
+    *num_chunks* (chunks in host memory) and *num_coming* (chunks still being read) count a chunk once for each group of
+    each rank.
     """
 
     layout: Layout

@@ -237,7 +237,7 @@ class Port(Generic[_M]):
     def _pause_accepting(self, error: OSError) -> None:
         """Stop accepting connections for a while, because descriptors or memory have run out.
 
-        Until then the listeners stay readable, and watching them would keep the loop busy.
+        During the pause, the listeners are not watched. They stay readable, which would keep the loop busy.
         """
         self._accepts_again_at = self._clock() + ACCEPT_PAUSE_S
         for listener in self._listeners:

@@ -30,8 +30,8 @@ class SharedFetch:
         """Start to fetch *blocks*. The caller has just made room for them with `LayoutTiers.room_for`.
 
         Chunks that are in host memory may be leased when this returns. For every other chunk, *on_fetched* is called
-        later, unless the chunk has been released. The arguments are the chunk's index in *blocks*, and either None
-        or the reason why the chunk could not be fetched.
+        later, unless the chunk has been released. It is called with the chunk's index in *blocks*, and the reason why
+        the chunk could not be fetched, or None if it was fetched.
         """
         self._memory = tiers.memories[group_id]
         self._names = blocks.names

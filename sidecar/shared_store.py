@@ -1,4 +1,4 @@
-"""SharedStore: one store for several layouts (models and KV formats). Each learns which of its blocks were evicted."""
+"""SharedStore: one store for several layouts (models and KV formats), which tells each layout its evicted keys."""
 
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue

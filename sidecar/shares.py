@@ -51,7 +51,7 @@ class LeaseCounts:
         return gone
 
     def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
-        """Return for each chunk's place whether a lease on the chunk's slot would be the only lease on it.
+        """Return for each chunk whether its slot has no lease yet. *places* has the slot of each chunk, or ABSENT.
 
         True for a chunk without a slot, because that chunk needs a new slot.
         """
@@ -100,11 +100,10 @@ class Share:
         return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """Return the largest n for which the client may lease the first n chunks of each entry of *wanted*.
+        """Return the largest n for which the client may lease the first n chunks of each group in *wanted*.
 
-        *wanted* has one entry per group. An entry with fewer than n chunks may be leased completely. Chunks that the
-        client has already leased cost nothing. A client without leases may always lease one chunk, unless *part* limits
-        the client.
+        A group with fewer than n chunks counts with all of them. Chunks that the client has already leased cost
+        nothing. If *part* is 1, a client without leases may always lease one chunk per group.
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs

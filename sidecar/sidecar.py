@@ -64,7 +64,7 @@ class QueueFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Progress of writing the chunks that are only in host memory to disk."""
+    """Progress of saving, which writes to disk the chunks that are only in host memory."""
 
     is_there: bool  # whether there is a disk
     is_possible: bool  # whether there is a disk and writes to it do not fail now
@@ -186,7 +186,7 @@ class Sidecar:
         return self.layouts.quarantine.clients()
 
     def saving(self) -> Saving:
-        """Return the progress of writing the chunks that are only in host memory to disk."""
+        """Return the progress of saving, which writes to disk the chunks that are only in host memory."""
         is_there = self._store is not None
         return Saving(is_there, is_there and self.layouts.is_saving_possible, self.layouts.num_unsaved)
 
@@ -221,7 +221,7 @@ class Sidecar:
         self._segment.leave()
 
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
-        """Close the endpoints, write the chunks that are only in host memory to disk, and return how many are left.
+        """Close the endpoints, and write to disk the chunks that are only in host memory. Return how many are left.
 
         Stops after *timeout_s*, or when writing fails. Calls *on_turn* after each step of the loop.
         """

@@ -81,7 +81,7 @@ class StoreStatistics:
 
 
 class Records(Protocol):
-    """The operations of a `BlobStore` that a tier uses. The guarantees are described there."""
+    """The operations of a `BlobStore` that a tier uses. `BlobStore` describes the guarantees."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs*, the last one as the newest record, and return the keys evicted to make room.
@@ -113,8 +113,8 @@ class Records(Protocol):
     def evict(self, num_bytes: int, limit: int, tenant: bytes = b"") -> Evicted:
         """Evict the oldest records of *tenant* (b"": of all tenants) to free *num_bytes* of the capacity.
 
-        One call evicts at most *limit* records, so call again for the rest. The result has no keys only if no records
-        are left. These evictions are not counted in the statistics.
+        One call evicts at most *limit* records, so call again for the rest. If the result has no keys, no records are
+        left. These evictions are not counted in the statistics.
         """
 
     def keys(self) -> Iterator[bytes]:
@@ -130,8 +130,8 @@ class BlobStore(Records, Protocol):
     """A local store of blocks. A read returns exactly the bytes that were stored under the key, or a fault.
 
     The bytes of a key never change. The stored bytes never exceed the capacity. All methods are thread-safe: reads run
-    concurrently, changes one after another. An OSError means that the change did not happen. After `close`, every other
-    call raises ValueError.
+    concurrently, changes one after another. A change that raises OSError may have happened completely, in part or not
+    at all. After `close`, every other call raises ValueError.
 
     Eviction follows the CLOCK algorithm. Touching a record, or storing a child block of it, marks the record as
     recently used. Eviction takes the oldest record. If that record is marked, it loses its mark and becomes the newest

@@ -20,10 +20,10 @@ class FolderInUse(OSError):
 class OwnerLock:
     """A lock that reserves *folder* for one process, held until `release` or the end of the process.
 
-    The lock is a `flock` on the file `owner.lock`. The kernel releases it even after kill -9, so a leftover file locks
-    nothing. The file contains a pid for the messages of other processes: *owner*, or this process's pid if *owner* is
-    None. A store's process passes the pid of the engine that started it. Raises FolderInUse if another live owner holds
-    the lock.
+    The lock is a `flock` on the file `owner.lock`. The kernel releases it even after kill -9, so the next process can
+    lock a file that was left over. The file contains a pid for the messages of other processes: *owner*, or this
+    process's pid if *owner* is None. A store's process passes the pid of the engine that started it. Raises FolderInUse
+    if another process holds the lock.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:

@@ -35,9 +35,9 @@ def read_private(path: Path, max_bytes: int = -1) -> PrivateFile:
 def is_private(found: os.stat_result, user: int, groups: Collection[int]) -> bool:
     """Return whether only *user*, who runs this process, and root can use the file with the stat result *found*.
 
-    A file is private if neither its group nor other users have any permission. There is one exception, for a *user*
-    other than root. A file of root stays private if one of the process's *groups* may also read it. Kubernetes mounts
-    secrets like this, for the group of the pod (`fsGroup`).
+    A file is private if only its owner has permissions. A file that root owns also counts as private if one of the
+    process's *groups* may read it, unless *user* is root. Kubernetes mounts secrets like this, for the group of the pod
+    (`fsGroup`).
     """
     of_others = stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
     if not of_others:

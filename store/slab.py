@@ -200,7 +200,7 @@ class SlabFile:
             os.close(self._direct)
 
     def _read_cached(self, outs: list[memoryview], at: int) -> int:
-        """Read the bytes from offset *at* on that are in the page cache. Return the number of bytes.
+        """Read from offset *at*, but only bytes that are in the page cache. Return the number of bytes read.
 
         If the file system cannot read from the page cache alone, also read from the disk.
         """

@@ -317,8 +317,8 @@ class TieredCache:
     def purge(self, order: PurgeOrder) -> CachePurge:
         """Prepare to evict the blocks that an operator's *order* selects. Call `go_on` of the result until it is done.
 
-        Device and host memory hold only blocks of this cache's namespace. So if *order* is for another namespace, it
-        must not include these two tiers.
+        The blocks in device and host memory all belong to this cache's namespace, and are purged whatever namespace
+        *order* names. So an order for another namespace must not include these two tiers.
         """
         device: list[SlotPurge] = []
         block_bytes = [group.memory.block_bytes for group in self._group_tiers]

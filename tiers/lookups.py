@@ -143,9 +143,9 @@ class Lookups:
         return limit // self._alignment * self._alignment
 
     def _partial_hit(self, group: GroupTiers, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
-        """Return the block that has the most first tokens in common with the prompt after the hit.
+        """Return the block after the hit whose first tokens are also the prompt's next tokens, as many as possible.
 
-        Only blocks that all groups have on the device are considered.
+        Only blocks that all groups have on the device are considered; None if no such block is found.
         """
         wanted = chain.token_ids[num_found : min(num_found + self._block_size, num_tokens - 1)]
         if group.partial_matches is None or not len(wanted):

@@ -195,7 +195,7 @@ class Pins:
     def _look(self, pin: Pin, limit: int) -> int:
         """Look up at most *limit* blocks of a pin that are not leased.
 
-        Returns the number of blocks to count toward the limit of `pump`: at least 1, even if there were none.
+        Returns the number of blocks to count toward the limit of `pump`: at least 1, even if no block was looked up.
         """
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)

@@ -36,7 +36,8 @@ class HostSlab:
     reached yet work, but are slower. *node* is the preferred NUMA node. Whoever leases a slot owns its bytes.
 
     With *file*, a descriptor that the slab duplicates, the slots are at the beginning of another process's file. The
-    other process backs this file, so that the pages count against its memory limit. The slab's thread waits for it.
+    other process backs this file, so that the pages count against its memory limit. The slab's thread prepares
+    a piece only after the other process has backed the piece.
     """
 
     def __init__(

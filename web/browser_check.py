@@ -1,9 +1,10 @@
 """Protection of servers without API keys from browsers that send requests for pages of other websites.
 
 A server without keys trusts all requests that reach it. A page of any website, opened in a browser on the same network,
-can send requests to the server in two ways. A cross-origin request has a telling `Origin` or `Sec-Fetch-Site` header.
-With DNS rebinding, the website's host name resolves to the server's address. Then the `Host` header is not a name of
-the server. A server with keys needs no such protection, because other websites have no key.
+can send requests to the server in two ways: cross-origin requests and DNS rebinding. A cross-origin request is
+recognized by its `Origin` or `Sec-Fetch-Site` header. With DNS rebinding, the website's host name resolves to the
+server's address. Such a request is recognized by its `Host` header, which is not a name of the server. A server with
+keys needs no such protection, because other websites have no key.
 """
 
 import socket

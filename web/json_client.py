@@ -13,7 +13,7 @@ _KEY = re.compile(r"[!-~]*")  # characters that a header can have
 
 
 class Refused(RuntimeError):
-    """An error for a request that the server refused. Its message is the server's."""
+    """An error for a request that the server refused, or that was answered by something other than a kvtier server."""
 
 
 class _NoRedirect(HTTPRedirectHandler):

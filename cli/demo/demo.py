@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True):
 class DemoSettings(msgspec.Struct, frozen=True):
     """The settings of a demo.
 
-    The demo also sends them as JSON to the new processes that ask again from the same store.
+    The last steps run in new processes on the same store, to which the demo sends the settings as JSON.
     """
 
     model: str | None  # None: the bundled model

@@ -150,9 +150,10 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 
 
 def _write_lookup_head(attention: LlamaAttention) -> None:
-    """Write the weights of layer 2's head 0, which copies the VALUE of an earlier token to ANSWER.
+    """Write the weights of layer 2's head 0, which looks for an earlier token and copies its VALUE to ANSWER.
 
-    The earlier token is the one whose TWO_BACK equals ONE_BACK of the current token.
+    It looks for the token that has two positions before it the same name as the current token has one position before
+    it: TWO_BACK of the earlier token matches ONE_BACK of the current token.
     """
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)
@@ -172,7 +173,7 @@ def _projections(attention: LlamaAttention) -> list[torch.Tensor]:
 
 
 def _undo_norm(weight: torch.Tensor, num_parts: int) -> None:
-    """Make an RMSNorm keep each input that is a sum of *num_parts* orthogonal vectors of length 1."""
+    """Set an RMSNorm's *weight* so that a sum of *num_parts* orthogonal vectors of length 1 passes unchanged."""
     weight.fill_(math.sqrt(num_parts / HIDDEN_SIZE))
 
 

@@ -35,9 +35,10 @@ def distance(one: Answer, other: Answer) -> float | None:
     """Return the distance of two answers to one prompt: the largest difference between log probabilities of a token.
 
     The answers are compared position by position, up to the first one where their tokens differ. Later tokens cannot be
-    compared, because the text before them differs. If only one answer lists a token, its log probability is compared
-    with the lowest one in the other answer's list, and counts only if it is higher. Without log probabilities, the
-    distance is 0 for equal texts and infinite for others. Returns None if there is nothing to compare.
+    compared, because the text before them differs. If only one answer lists a token, the other answer gives the token
+    at most the lowest log probability in its own list. So the token adds a difference only if its log probability is
+    higher than that. Without log probabilities, the distance is 0 for equal texts and infinite for others. Returns None
+    if there is nothing to compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):

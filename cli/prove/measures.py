@@ -67,7 +67,7 @@ class Measures:
     def unsteady(self) -> list[tuple[Asked, float]]:
         """Return the prompts whose references differ as much as answers to different prompts do.
 
-        Each prompt is returned as one of its requests, with the largest distance between two of its references.
+        Each item is a request with such a prompt, and the largest distance between two of the prompt's references.
         """
         found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:

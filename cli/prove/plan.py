@@ -97,8 +97,8 @@ class Planner:
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
         """Plan *num_rounds* questions of each family for each of *lengths*.
 
-        Each length is a pair: a number of tokens, and the number of pieces that become so many tokens. In every second
-        round, requests are sent concurrently. Of every four rounds, the second and the third use a salt.
+        Each length is a pair: the number of tokens of a prompt, and the number of pieces to make the prompt from. In
+        every second round, requests are sent concurrently. Of every four rounds, the second and the third use a salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

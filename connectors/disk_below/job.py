@@ -113,7 +113,7 @@ class JobQueue(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether the disk may be used now. If so, the circuit breaker is asked next."""
+        """Return whether the disk may be used now. If so, the circuit breaker still has to allow each transfer."""
 
     @abstractmethod
     def work_of(self, part: Part) -> Callable[[], Any]:

@@ -30,9 +30,9 @@ class Refusal(StrEnum):
 class Writes(JobQueue):
     """The queue of store jobs, first in, first out.
 
-    The rows of a job are written from last to first, so that the end of a prefix is evicted before its beginning. A row
-    is refused if more than *max_queued_bytes* would then wait to be written, unless no other row waits. A block that is
-    already on disk is only marked as recently used.
+    The rows of a job are written from last to first, so that the end of a prefix is evicted before its beginning. At
+    most *max_queued_bytes* wait to be written, and a row that would exceed this limit is refused. A single larger row
+    is accepted if no other row waits. A block that is already on disk is only marked as recently used.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:

@@ -116,9 +116,9 @@ class KVTierL2(L2AdapterInterface):
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Do nothing, because a lookup locks nothing.
+        """Do nothing, because lookups do not lock objects and so there is no lock to release.
 
-        Instead, a lookup marks the objects that it finds as recently used, so that eviction skips each of them once.
+        To protect the objects that it finds, a lookup marks them as recently used. Eviction skips each of them once.
         """
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:

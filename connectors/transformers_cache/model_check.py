@@ -116,8 +116,9 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
 def _max_tokens(model: PreTrainedModel) -> int:
     """Return the maximum number of tokens that the check gives to *model*.
 
-    In a miniature, the maximum position is normally reduced to `LIMIT`, and the check exceeds it on purpose. A higher
-    maximum is respected, because a miniature keeps it only if the model has learned position embeddings.
+    In a miniature, the maximum position is normally reduced to `LIMIT`, and the check exceeds it on purpose. But
+    learned position embeddings fail beyond their maximum. A miniature with such embeddings keeps its maximum, which is
+    above `LIMIT`, and the check does not exceed it.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

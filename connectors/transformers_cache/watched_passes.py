@@ -218,7 +218,10 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
-    """Return whether *mask* is the mask that the model itself would make, given that it hides no padding."""
+    """Return whether *mask* is the mask that the model makes itself for a prompt without padding.
+
+    A mask with two dimensions was already checked to hide no tokens, see `_refuse_others`.
+    """
     if not isinstance(mask, torch.Tensor):
         return False
     if mask.dim() == 2:

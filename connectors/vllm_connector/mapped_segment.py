@@ -39,7 +39,7 @@ class _Mapped:
         return self.session.welcome.boot
 
     def close(self) -> None:
-        """Unmap the segment, then end the session, which tells the sidecar that the worker copies nothing any more."""
+        """Unmap the segment, then end the session, which tells the sidecar that the worker has stopped copying."""
         for slab in self.slabs:
             slab.close()
         self.session.close()

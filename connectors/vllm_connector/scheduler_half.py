@@ -72,7 +72,7 @@ class SchedulerHalf:
     def wait_told(self, timeout_s: float) -> bool:
         """Wait until the sidecar has announced all of its blocks. Return whether it has.
 
-        Does not wait while no sidecar is attached.
+        Returns early if no sidecar is attached.
         """
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at:

@@ -373,9 +373,10 @@ class SchedulerSide:
         return tracked.inquiry.is_done
 
     def _num_found(self, names: RequestNames, num_computed: int, limit: int) -> int:
-        """Return after how many tokens, up to *limit*, the request could resume with vLLM's and the sidecar's caches.
+        """Return the number of tokens, at most *limit*, that need not be computed if all cached blocks are used.
 
-        The first *num_computed* tokens are in vLLM's own cache. Returns 0 if no later block has a name yet.
+        The first *num_computed* tokens are in vLLM's own cache, later ones may be in the sidecar's tiers. Returns 0 if
+        no later block has a name yet.
         """
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -423,7 +424,7 @@ class SchedulerSide:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
-        """Return the copies of blocks that the previous step has computed, or that got no slot before."""
+        """Return copies of the blocks that the previous step computed, and of earlier blocks that got no slot yet."""
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
         why_unstored = self._why_unstored(is_storing)

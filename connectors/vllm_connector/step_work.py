@@ -20,7 +20,7 @@ class Segment:
     """The shared memory of one sidecar process, which contains the host slots.
 
     *boot* identifies the process. Workers connect to the Unix socket *path* to map the memory. *hello* is the message
-    with which the scheduler's half attached; workers repeat the engine's identity from it.
+    with which the scheduler's half attached to the sidecar. It has the engine's id, which workers send, too.
     """
 
     boot: bytes

@@ -57,8 +57,8 @@ class GroupStep:
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
         """Return the segments, divided by the code that computes their attention.
 
-        *num_heads* is the number of query heads of a layer. *has_softcap* and *has_sinks* say whether it caps scores
-        and has attention sinks.
+        *num_heads* is the number of query heads of a layer. *has_softcap* and *has_sinks* say whether the layer
+        caps scores and has attention sinks.
         """
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:

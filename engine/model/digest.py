@@ -90,7 +90,7 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
 
 
 class _Digest:
-    """The running hash of `weights_digest`, which feeds the modules of a model into it one by one."""
+    """The running hash of `weights_digest`, to which the modules of a model are fed one by one."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()

@@ -28,8 +28,8 @@ def step_logprobs(
 ) -> list[TokenLogprobs | None]:
     """Return for each row of *logits* `[rows, vocab]` the log probabilities of its token and of its likeliest tokens.
 
-    *token_ids* has the token of each row. *num_tops* has the number of likeliest tokens to return for each row, or
-    None for a row whose result is None because it needs no log probabilities.
+    *token_ids* has the token of each row. *num_tops* has the number of likeliest tokens to return for each row.
+    For a row that needs no log probabilities, both this number and the result are None.
     """
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]

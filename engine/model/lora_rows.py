@@ -87,7 +87,7 @@ class LoraRows:
     def check_order(
         self, both: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], num_tokens: int
     ) -> None:
-        """Raise `UnusableLora` if a layer gets only some tokens of a pass, or in another order, as experts do.
+        """Raise `UnusableLora` if a layer gets only some tokens of a pass or gets them in another order, as experts do.
 
         *both* and *second* are results of `inputs`. *both* is from a pass of two chunks with *num_tokens* tokens each,
         and *second* is from a pass of the second chunk alone.

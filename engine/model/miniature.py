@@ -218,7 +218,7 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
 
 @oom_as_memory_error("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
-    """Run the model once with its own attention, on more tokens than any limit that was cut."""
+    """Run the model once with its own attention, on a prompt longer than `LIMIT`."""
     with torch.inference_mode():
         model(input_ids=torch.arange(3 * LIMIT)[None] % (VOCAB // 2), use_cache=False)
 

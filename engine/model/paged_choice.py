@@ -4,8 +4,8 @@ A segment is the tokens of one request in one step. Segments are divided into cl
 keys. For each class, the speeds of both paths are measured at load, so that no request waits for the measurement. The
 choice for a `Shape` then stays the same for the life of the process, so it does not depend on earlier requests.
 
-Blocks are always gathered on a CPU, without Triton, or if the kernel does not compile or gives wrong results. On a CPU,
-`cpu.row_attention` may compute single tokens, without either path.
+Blocks are always gathered if the device is a CPU, if Triton is missing, or if the kernel does not compile or gives
+wrong results. On a CPU, `cpu.row_attention` may compute single tokens, without either path.
 
 The two paths round differently, and another process may choose another path. So two computations of a block may differ
 in the last bits, as they do with another chunk size or batch. This is harmless, because kvtier never compares the

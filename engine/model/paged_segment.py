@@ -70,7 +70,10 @@ class Segment:
 
     @cached_property
     def mask(self) -> torch.Tensor | None:
-        """Mask [num_queries, num_keys], True where a query reads a key; None if `is_causal` or one query reads all."""
+        """Mask [num_queries, num_keys], True where a query reads a key.
+
+        None if `is_causal`, or if the segment has a single query, which reads all keys.
+        """
         if self.is_causal or (self.num_queries == 1 and self.reads_all_before):
             return None
         queries = torch.arange(self.start, self.end, device=self.device)[:, None]

@@ -28,12 +28,12 @@ __all__ = ["Chunk", "ModelRunner"]
 class ModelRunner(PagedModel):
     """A `PagedModel` with LoRA adapters, which verifies that kvtier's attention gives the model's own results.
 
-    It refuses to run once the model was changed. Adapters change neither the model nor its namespace; only engines with
-    equal namespaces share KV blocks. Owned and called by the engine's thread.
+    It refuses to run once the model was changed. Adapters do not change the model or its `Namespace`, which identifies
+    the model's KV blocks. Owned and called by the engine's thread.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
-        UnusableLora: If an adapter's weights cannot be limited to the tokens of its own requests.
+        UnusableLora: If an adapter cannot be applied to the tokens of its own requests alone.
     """
 
     def __init__(

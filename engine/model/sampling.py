@@ -43,8 +43,8 @@ class SamplingParams:
 
     Generation ends after *max_tokens* tokens, at a *stop* string, at one of *stop_token_ids*, or at the model's end
     token unless *ignore_eos* is set. The stop string is not part of the text. With *max_tokens* 0, the prompt is
-    computed and nothing is generated. Within the first *min_tokens* tokens, only *max_tokens* ends generation. Special
-    tokens are not part of the text, except those of *shown_token_ids*.
+    computed and nothing is generated. Within the first *min_tokens* tokens, only *max_tokens* or a complete structured
+    output ends generation. Special tokens are not part of the text, except those of *shown_token_ids*.
 
     With *logprobs* n, each token comes with its own log probability and with those of the n most likely tokens. They
     are computed before all changes to the logits. None disables log probabilities. *prompt_logprobs* does the same for

@@ -45,7 +45,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, params: SamplingParams) -> SamplingParams:
-        """Return *params* with each value replaced for which the model has a default."""
+        """Return *params* with the model's defaults, which replace the values of the same names."""
         return replace(params, **self.given)  # type: ignore[arg-type]  # the values are checked by `of`
 
 

@@ -57,7 +57,8 @@ class WeightsWatch:
     def sampled_change(self) -> str | None:
         """Return a description of a change, or None, after more checks than `change`. Takes about 2 ms.
 
-        These look for hooks, added tensors or modules, another configuration, and other values of sampled elements.
+        The additional checks look for hooks, added tensors or modules, another configuration, and other values of
+        sampled elements.
         """
         return self.change() or self._change_of_code() or self._change_of_samples()
 

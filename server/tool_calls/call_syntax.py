@@ -66,7 +66,7 @@ class CallSyntax:
 
     A grammar makes the model write calls exactly like *shape*. Without a grammar, other forms are accepted too:
 
-    - A block of calls begins with one of *markers*. If *is_bare*, a block before any text needs no marker.
+    - A block of calls begins with one of *markers*. If *is_bare*, a block that no text precedes needs no marker.
     - A reader that *block* creates parses what follows the marker.
     - One of *trailers* may follow the block, and is dropped.
 

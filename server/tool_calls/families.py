@@ -71,8 +71,8 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
     """Return the syntax in which a model with this tokenizer writes calls.
 
     *asked* names the syntax. If it is None, the chat template renders a sample call, and the first family that can
-    parse this call is chosen. If that is plain JSON or none, the first family whose marker occurs in the template or
-    the vocabulary is chosen. The last resort is plain JSON.
+    parse this call is chosen. If no family except plain JSON can, the first family whose marker occurs in the template
+    or the vocabulary is chosen. The last resort is plain JSON.
     """
     if asked is not None:
         return SYNTAXES[asked]

@@ -22,7 +22,11 @@ class ShapedReader:
     """
 
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
-        """Create a reader. The grammar enforces a call after *trigger*, a prefix of the text with which calls begin."""
+        """Create a reader.
+
+        *trigger* is the text after which the grammar enforces a call, a prefix of the text with which calls begin. It
+        is empty if the grammar enforces a call in any case.
+        """
         self._shape = shape
         self._trigger = trigger
         self._held = ""

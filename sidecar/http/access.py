@@ -64,8 +64,8 @@ def browser_rules(config: HttpConfig) -> BrowserRules:
 class Access:
     """The outermost ASGI layer: gives each request its id, refuses requests without the token, and counts all requests.
 
-    Requests are counted by path and status. Without a token, any process of this machine may send requests. A web page
-    of another site may not, even in a browser on this machine; see `BrowserRules`.
+    Requests are counted by path and status. If no token is configured, any process of this machine may send requests. A
+    web page of another site may not, even in a browser on this machine; see `BrowserRules`.
     """
 
     def __init__(

@@ -16,10 +16,12 @@ VERSION = 1  # of the digest's input
 class ChunkLayout:
     """The KV layout of an engine, see `Layout`. Two engines share chunks only if all fields are equal.
 
-    *weights* is a digest or revision of the model's weights, or empty if it is not known. A chunk has the KV of
-    *chunk_tokens* tokens of one rank. As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are
-    fused) of *num_layers* layers, *num_physical_slots* tokens (by default, *chunk_tokens*) and *width* elements. The
-    engine's own blocks have *block_size* tokens.
+    *weights* is a digest or revision of the model's weights, or empty if it is not known. The engine's own blocks have
+    *block_size* tokens.
+
+    A chunk has the KV of *chunk_tokens* tokens of one rank. It is a tensor with the dimensions *num_planes* (2 for keys
+    and values, 1 if both are fused), *num_layers*, *num_physical_slots* (tokens; by default, *chunk_tokens*) and
+    *width*.
     """
 
     model: str

@@ -70,11 +70,11 @@ class ChunkMemory:
 class ChunkPart:
     """The last *num_tokens* tokens of a chunk in one KV cache group.
 
-    As a tensor, it has *num_planes* planes (2 for keys and values, 1 if both are fused) of *num_layers* layers,
-    *num_tokens* tokens and *width* elements.
+    This part is a tensor with the dimensions *num_planes* (2 for keys and values, 1 if both are fused), *num_layers*,
+    *num_tokens* and *width*.
 
-    *window_chunks* is the attention window: a hit needs this part of its last *window_chunks* chunks only, or of all
-    chunks if it is 0.
+    *window_chunks* is the attention window in chunks, or 0 if there is none. With a window, an engine that loads a hit
+    needs this part only of the hit's last *window_chunks* chunks. Otherwise, it needs this part of all chunks.
 
     The engine's own blocks have *block_size* tokens. If *is_recurrent*, the blocks are recurrent states, which the
     sidecar stores like any other bytes.

@@ -350,9 +350,8 @@ class LmcacheEndpoint:
     def _negotiate_chunk_size(self, call: PendingCall, alignment: int) -> object:
         """Return the sidecar's chunk size. Log a refusal if it is not a multiple of *alignment*.
 
-        An engine does not start with a chunk size that is not such a multiple. The answer does not depend on
-        *alignment*, because the scheduler and all workers of an engine must get the same answer, even after a restart
-        of the sidecar.
+        In that case, the engine does not start. The answer does not depend on *alignment*, because the scheduler and
+        all workers of an engine must get the same answer, even after a restart of the sidecar.
         """
         if self._chunk_tokens % alignment:
             self._refusals.refused(

@@ -19,8 +19,8 @@ class HybridLayout:
     """The layout (see `Layout`) of an LMCache engine with several KV cache groups.
 
     *whole* describes all KV cache groups together, as the client reports them. *parts* describes the part of a chunk
-    that belongs to each KV cache group. Each part is looked up, kept and evicted separately. So the tiers number the
-    groups of all ranks one after the other: those of rank r begin at r * len(parts).
+    that belongs to each KV cache group. Each part is looked up, kept and evicted separately. So in the tiers, each KV
+    cache group of each rank is a group of its own. The numbers of rank r's groups begin at r * len(parts).
     """
 
     whole: ChunkLayout

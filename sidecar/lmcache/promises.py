@@ -272,12 +272,15 @@ class Promise:
 
     @property
     def is_over(self) -> bool:
-        """Whether no chunk of the promise is leased or will be leased."""
+        """Whether the promise has ended, and none of its chunks is leased or being fetched any more."""
         return self.is_ended and all(own.is_over for own in self.every)
 
     @property
     def every(self) -> list[GroupChunks]:
-        """The chunks of all groups, for the current hit and for longer hits of which some chunks are still leased."""
+        """The chunks of all groups, for the current hit and for earlier, longer hits.
+
+        An earlier hit is included while some of its chunks are still leased.
+        """
         return [*self.chunks, *self.former]
 
     @property

@@ -32,8 +32,9 @@ class Verifier:
     Many requests for one document may arrive at once. So while a promise holds a chunk, a verification that began less
     than `FRESH_S` seconds ago also counts for other promises. A chunk that no promise holds is always verified again.
 
-    The result stays valid, because the first promise's lease protects the slot from reuse. The bytes change only if a
-    process writes to the slot without a lease. This goes unnoticed for at most `FRESH_S` seconds.
+    The result stays valid while a promise holds the chunk, because the promise's lease protects the slot from reuse.
+    The bytes change only if a process writes to the slot without a lease. This goes unnoticed for at most `FRESH_S`
+    seconds.
     """
 
     def __init__(self, lane: DigestLane, clock: Callable[[], float]) -> None:

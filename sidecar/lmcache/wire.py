@@ -265,7 +265,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
 
 
 def is_number(frame: bytes) -> bool:
-    """Return whether the frame is a request's number, to which an answer can be sent."""
+    """Return whether the frame is a valid request's `uid`, an integer that the answer can repeat."""
     try:
         return isinstance(_decode_number(frame), int)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -96,7 +96,7 @@ class BlockLayout:
 
     @property
     def digest(self) -> bytes:
-        """Digest of the namespace and the groups. Engines with one namespace may still have different groups."""
+        """Digest of the namespace and the groups. Engines with the same namespace may still have different groups."""
         shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
         return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
 

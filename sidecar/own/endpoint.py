@@ -80,7 +80,9 @@ class _Attached(NamedTuple):
 
 
 class EngineEndpoint:
-    """The endpoint for kvtier's own engines, where each connection is one engine with one session: see `wire`.
+    """The endpoint for kvtier's own engines.
+
+    An engine has one connection for its session, and one for each other process that maps the segment: see `wire`.
 
     A request is answered at once, unless the answer has to wait for the disk, the remote tier or the end of a clear. An
     engine that sends an invalid message loses its connection at once. Its leases end when none of its processes can

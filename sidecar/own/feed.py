@@ -89,7 +89,7 @@ class Feed:
         return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
 
     def tell_state(self, now: float) -> None:
-        """Send the tiers' state if its flags have changed, or if it was last sent `STATE_S` seconds ago or earlier.
+        """Send the tiers' state if its flags have changed, or if `STATE_S` seconds have passed since the last time.
 
         If the flags are unchanged, engines with unread messages are skipped, so that the states do not queue up.
         """

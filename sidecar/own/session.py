@@ -100,7 +100,10 @@ class Session:
 
     @property
     def waits_since(self) -> float:
-        """Start of the oldest fetch whose blocks the engine needs at once and waits for; infinity if there is none."""
+        """Time at which the engine began to wait for blocks that it needs at once; infinity if it waits for none.
+
+        If it waits for several fetches, the oldest one counts.
+        """
         waiting = (each for each in self._fetches.values() if each.fetch.is_reading and not each.is_for_later)
         return min((each.begun_at for each in waiting), default=float("inf"))
 
@@ -257,7 +260,7 @@ class Session:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """Report blocks that the engine needs at once as failed, if they are being read or wait for a slot.
+        """Report as failed the blocks that the engine needs at once but that are still being read or wait for a slot.
 
         Called when no read has ended for too long.
         """

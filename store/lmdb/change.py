@@ -47,8 +47,9 @@ class Change:
     gets a second chance: it loses its mark and becomes the newest.
 
     No record is evicted before its children, because a parent is always newer than its child, or marked. To keep this
-    true, each step that makes a record the newest also marks its parent. So the oldest record has no child unless it is
-    marked. The same holds among the records of one tenant, because all blocks of a chain belong to one tenant.
+    true, each step that makes a record the newest also marks its parent. So an unmarked record that is
+    the oldest has no child. The same holds among the records of one tenant, because all blocks of a chain belong to one
+    tenant.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Change:
             txn: Write transaction, which the caller commits or aborts.
             synced_change: Number of the last change in the last checkpoint. Slots (places for payloads) that later
                 changes freed are not reused, because a machine crash would bring their records back. None for a store
-                without checkpoints. It may reuse all slots that were freed before this change.
+                without checkpoints, which may reuse all slots that were freed before this change.
             num_chances: Limit on the second chances that evictions in this change give to marked records.
         """
         self._tables = tables
@@ -104,8 +105,8 @@ class Change:
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
         """Turn free slots into holes (slots without disk space) until all slots take at most *limit_bytes* on disk.
 
-        Returns the new holes, whose disk space the caller must release. The slots take more than *limit_bytes*
-        afterwards if too few slots are free, or if that would need more than *limit* new holes.
+        Returns the new holes, whose disk space the caller must release. Stops at *limit* new holes, or when no other
+        free slot can be reused. Then the slots may still take more than *limit_bytes*.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes

@@ -339,8 +339,8 @@ class LmdbFiles:
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed pages and slots usable again.
 
-        *limit_bytes* is the limit on the disk space of all slots. Free slots lose their disk space until this limit
-        leaves room for the new slots of one more change.
+        *limit_bytes* is the limit on the disk space of all slots. Free slots lose their disk space until the new slots
+        of one more change fit below this limit.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))

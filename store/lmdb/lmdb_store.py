@@ -30,9 +30,9 @@ class LmdbStore:
     A payload is first written to a free slot of a slab file. Then one transaction adds its record and updates eviction
     order and counters. So a process that is killed at any point leaves an intact store.
 
-    After LMDB's tree was found broken, changes raise OSError, reads continue (each is verified), and the next start is
-    empty. If the disk fails to read a page of the index, SIGBUS ends the process, as in every program that maps files.
-    `StoreProcess` protects against that.
+    After LMDB's tree was found broken, changes raise OSError, reads continue (each is verified), and the next process
+    starts with an empty store. If the disk fails to read a page of the index, SIGBUS ends the process, as in every
+    program that maps files. `StoreProcess` protects against that.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class LmdbReader:
     """A reader of the blocks in *files*, which verifies each block and counts faults. Thread-safe.
 
-    Large reads are shared with `NUM_READERS` threads of its own. Records that turn out to be bad are deleted. *timed*,
-    if given, is told how long reads take, so that it can choose the faster codec.
+    The reader divides a large read among up to `NUM_READERS` threads. Records that turn out to be bad are deleted.
+    *timed*, if given, is told how long reads take, so that it can choose the faster codec.
     """
 
     def __init__(self, files: LmdbFiles, cipher: Cipher | None, timed: CodecChoice | None) -> None:

@@ -144,7 +144,7 @@ class Counters:
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """Return `recent_written_bytes` at *now* (seconds since 1970), after its decay since the last update."""
+        """Return `recent_written_bytes` at *now* (seconds since 1970). It decays exponentially between updates."""
         return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
@@ -182,7 +182,7 @@ def plausible(slot: Slot) -> Slot:
 
 
 class IndexFile:
-    """The data file of the LMDB environment *env*. *descriptor* is another descriptor of the file.
+    """The data file of the LMDB environment *env*. *descriptor* is an open descriptor of the same file.
 
     The class reserves disk space before LMDB writes to the file. `close` closes *env* and *descriptor*. Any thread may
     call `sync`; only the store's writer calls the other methods.
@@ -265,7 +265,7 @@ class IndexFile:
                 self._reserve_up_to(wanted)
 
     def is_nearly_full(self, new_bytes: int) -> bool:
-        """Return whether LMDB's map might have too little room for *new_bytes* of new pages and later evictions."""
+        """Return whether *new_bytes* of new pages might leave too little room in LMDB's map for later evictions."""
         return self.used_bytes() + new_bytes + MIN_REMOVAL_BYTES > self.env.info()["map_size"]
 
     def _reserve_up_to(self, end: int) -> None:

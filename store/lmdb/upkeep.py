@@ -33,7 +33,7 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator in this module. Its bytes are those that count against the capacity.
+    """Progress of a generator in this module, in bytes of the store's capacity.
 
     *total_bytes* is 0 if the total is unknown.
     """
@@ -86,7 +86,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Result of a deletion. *stored_bytes* is how much the deleted records counted against the capacity."""
+    """Result of a deletion. *stored_bytes* is how many bytes of the capacity the deleted records took."""
 
     num_records: int
     stored_bytes: int
@@ -99,7 +99,7 @@ def verify_store(
 
     Args:
         folder: The store's folder.
-        owner: Pid that messages in other processes name as the user of the store.
+        owner: Pid of the store's user, for the error messages of other processes that try to open the store.
         fix: Whether to delete bad records.
         sample: Number of records to verify, chosen at random; None for all.
         key_file: File with the key of an encrypted store.

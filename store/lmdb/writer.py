@@ -128,8 +128,8 @@ class _StillTooMuch(Exception):
 class DiskRoom:
     """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
 
-    *name* is the store's folder for messages. *here* is the path for accessing the folder, even after a rename. Only
-    the writer uses this object.
+    *name* is the path of the store's folder that messages show. *here* is a path that leads to the folder even after a
+    rename. Only the writer uses this object.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
@@ -143,8 +143,8 @@ class DiskRoom:
     def shrink(self, taken_bytes: int) -> bool:
         """Lower the capacity, because the disk is full. The store's slots now take *taken_bytes* of the disk.
 
-        A part of these bytes is left to the index: `_INDEX_ROOM_BYTES`, but at most a quarter. Returns False and
-        changes nothing if no capacity would be left. In that case other files fill the disk.
+        The index gets `_INDEX_ROOM_BYTES` of these bytes, but at most a quarter of them. If other files fill the disk,
+        so that no capacity would be left, this changes nothing and returns False.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)

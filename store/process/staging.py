@@ -40,8 +40,8 @@ class Staging:
     def place(self) -> Iterator[memoryview]:
         """Lend a buffer to the caller for the duration of the `with` block.
 
-        The view is empty if there is no memory for a buffer, or if none is free because interrupted calls have lost
-        theirs.
+        The view is empty if there is no memory for a buffer or if no buffer is free. There is one for each concurrent
+        call, but an interrupted call may fail to return its buffer.
         """
         try:
             start = self._free.get_nowait()

@@ -12,7 +12,7 @@ class ObjectSettings:
     """The location of an object store (its URL) and the options for reaching it.
 
     The URL is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`. Credentials come
-    from the same environment variables as for each cloud's own tools (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,
+    from the environment variables that each cloud's own tools also read (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,
     GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or from the machine's
     role. The URL must not contain credentials. Raises ValueError for invalid settings.
     """

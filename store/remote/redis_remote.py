@@ -34,7 +34,7 @@ def is_wrong_type(reply: Reply) -> bool:
 def is_answer(reply: Reply) -> bool:
     """Return whether *reply* shows that the server handled the command.
 
-    This is also the case if the server rejects a value because it is full.
+    Two errors show that too: the server is full, or the key holds a value of another type.
     """
     return not isinstance(reply, Exception) or isinstance(reply, OutOfMemoryError) or is_wrong_type(reply)
 

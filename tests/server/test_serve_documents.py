@@ -109,7 +109,7 @@ def test_a_document_is_put_computed_looked_at_and_deleted(worker: ServerInThread
     assert document["load_s"] == 0
     assert document["pin"] is None
     assert text not in answer.text + json.dumps(document)
-    assert [it["id"] for it in there["data"]] == ["report.txt"]
+    assert [it["id"] for it in there["data"]].count("report.txt") == 1, "other tests of this server leave documents"
     assert not there["survive_restarts"]
     assert gone.json() == {"id": "report.txt", "object": "document.deleted", "deleted": True}
     assert call(worker, "GET", "/report.txt").status_code == 404

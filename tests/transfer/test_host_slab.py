@@ -579,7 +579,7 @@ def test_registering_pins_the_given_bytes_for_every_gpu(cudart: FakeCudart) -> N
 def test_a_refused_registration_raises_with_its_error(cudart: FakeCudart) -> None:
     cudart.refuse = 2
 
-    with pytest.raises(RuntimeError, match="of 8192 bytes: CUDA error 2"):
+    with pytest.raises(RuntimeError, match="of 8192 bytes failed with CUDA error 2"):
         cuda_pin(torch.device("cuda", 0))(4096, 8192)
 
 

@@ -132,7 +132,8 @@ class HostSpill:
     def is_making_progress(self) -> bool:
         """Whether copies are in flight and not overdue, so that it makes sense to wait for their slots.
 
-        Copies behind an overdue one count as overdue, unless a later copy has ended recently.
+        If one copy is overdue, all of them count as overdue, except if a newer copy was started recently and some copy
+        has ended recently.
         """
         return self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 

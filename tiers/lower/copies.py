@@ -170,7 +170,8 @@ class CleanAhead:
     def depth(self) -> int:
         """Number of slots that should be free or hold clean blocks.
 
-        This is the length of the window, but at least *min_blocks*. The window of a small pool may be shorter.
+        This is the length of the window, or *min_blocks* if that is more. The window is shorter than *min_blocks* if
+        the pool is so small that *max_blocks* is less.
         """
         return max(self._minimum, self.num_blocks)
 

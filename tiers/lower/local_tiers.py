@@ -227,7 +227,7 @@ class Fetches:
         return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
 
     def check(self) -> None:
-        """Raise AssertionError if a fetch that leases nothing and waits for nothing has not been removed."""
+        """Raise AssertionError if a fetch is still in the set after its last lease and its last read have ended."""
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
         assert self.reading <= self._fetches, "a fetch that is over waits for something"
 
@@ -391,7 +391,7 @@ class LocalHints(LowerHints):
         self._unmet[:] = [0 for _ in self._unmet]
 
     def _is_roomy(self) -> bool:
-        """Return whether each group has enough host slots without a block that must first be copied to disk."""
+        """Return whether each group has enough clean host slots, which can be taken without a copy to disk first."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self._index.host, self._windows, self._unmet, strict=True)
@@ -619,7 +619,8 @@ class LocalTiers:
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
         """Record that the store has deleted the records of *keys*, for example at an operator's request.
 
-        *cause* is the reason. The records that these tiers' own writes push out are not reported here.
+        *cause* is the reason. If a write by these tiers evicts records, the outcome of the write lists them, so do not
+        report them here.
         """
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:

@@ -31,7 +31,7 @@ class Inquiry(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for: `LowerTiers.find` knows the answer, or it would come too late."""
+        """Whether to stop waiting, because `LowerTiers.find` knows the answer or the answer would come too late."""
 
 
 class Answered:

@@ -245,8 +245,8 @@ class Reads:
         """Declare all reads in flight hung, because a request's deadline has passed. Queued reads then fail too.
 
         Otherwise every later request would wait just as long. The hung reads are reported to the tier's circuit
-        breaker. They are not reported if the tiers' thread has yet to process finished transfers. Then these reads may
-        have finished too, so the thread is late rather than the tier.
+        breaker, except while finished transfers wait to be processed. These reads may be among them, which would mean
+        that the tiers' thread is late rather than the tier.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -272,7 +272,7 @@ class Reads:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if a read is neither queued nor in flight, or if no fetch waits for a queued one."""
+        """Raise AssertionError if the records of reads disagree, or if a read is queued that no fetch waits for."""
         reading = [block_read for read in self._reading for block_read in read.batch]
         queued = [*self._wanted_now, *self._wanted_later]
         under_way = [block_read for block_reads in self._under_way for block_read in block_reads.values()]

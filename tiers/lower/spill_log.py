@@ -54,7 +54,7 @@ class SpillLog:
     def on_copied(self, route: Route, batch: CopyBatch, transfer: Transfer, num_pushed_out: int = 0) -> None:
         """Record a batch whose copy has ended.
 
-        *num_pushed_out* is the number of its blocks that the lower tier has evicted since.
+        *num_pushed_out* is the number of the batch's blocks that the lower tier has already evicted again.
         """
         dropped: dict[Drop | EvictionCause, int] = {}
         if transfer.error is not None:

@@ -44,8 +44,8 @@ def tenant_with(number: int) -> bytes:
 class Origin(NamedTuple):
     """The parent and the tenant of a block.
 
-    *parent* is the name of the previous block in the prompt. A block is useless without its parent, so the parent must
-    stay on disk as long as the block. *parent* is None if the block is useful on its own.
+    *parent* is the name of the previous block in the prompt, if the block is useless without it. Then the parent must
+    stay on disk as long as the block. *parent* is None for other blocks, such as the first block of a prompt.
     """
 
     parent: BlockName | None = None
@@ -76,7 +76,7 @@ class NamedBlocks:
 
 
 def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName]:
-    """Return the names of the blocks *ids* of a prompt, counted in blocks of *group*."""
+    """Return the names of a group's blocks in a prompt. *ids* are the indices of the blocks."""
     if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:  # consecutive
         return chain.names_of(group.block_size, range(int(ids[0]), int(ids[-1]) + 1))
     step = group.block_size // chain.block_size
@@ -84,9 +84,9 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 
 
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
-    """Return the blocks *ids* of a prompt, counted in blocks of *group*.
+    """Return a group's blocks in a prompt. *ids* are the indices of the blocks.
 
-    They have no parents if *group* forgets (`BlockGroup.forgets`).
+    The blocks have no parents if *group* forgets (`BlockGroup.forgets`).
     """
     parents: Sequence[BlockName | None] = [None] * len(ids)
     if not group.forgets:

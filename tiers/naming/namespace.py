@@ -9,7 +9,7 @@ LAYOUT_VERSION = 1  # version of the block layout: [group_layers, 2, block_size,
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """Geometry of one attention group: the layers that share one kind of attention, which *kind* identifies."""
+    """Geometry of one attention group, whose layers share one kind of attention. *kind* identifies this kind."""
 
     kind: str
     layer_ids: tuple[int, ...]

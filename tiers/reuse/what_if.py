@@ -21,9 +21,9 @@ class WhatIf:
     """An estimate of the hit ratios that the tiers would have at other sizes.
 
     At its present size, a tier has the observed hit ratio. For another size, a difference is added, which is computed
-    from the reuse distances (`ReuseDistances`). The computation treats a tier as an LRU cache, which also holds the
-    blocks of warmer tiers. Blocks that are only in warmer tiers take no room in the tier, so the size of the LRU cache
-    is the tier's capacity plus their bytes. Owned by one thread.
+    from the reuse distances (`ReuseDistances`). The computation treats a tier and all warmer tiers as one LRU cache.
+    The size of this cache is the tier's capacity, plus the bytes of blocks that are only in warmer tiers. Owned by one
+    thread.
     """
 
     def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:

@@ -150,7 +150,7 @@ class LoadPlanner:
 
 
 def _rests(demand: Demand) -> Demand:
-    """Return the bytes to copy if each prefix is computed, and only the rest of the hit is loaded."""
+    """Return for each prefix the bytes to copy if the prefix is computed and only the rest of the hit is loaded."""
     rests = {route: Moves(num_bytes[-1] - num_bytes, queued) for route, (num_bytes, queued) in demand.moves.items()}
     return Demand(demand.ends, rests)
 

@@ -551,7 +551,7 @@ class Promoter:
             self._finish_if_arrived(waiter)
 
     def _copy_kept_back(self, promotion: Promotion) -> None:
-        """Start the copies that were held back to load layer by layer, because that is no longer possible."""
+        """Start the copies that were held back for layer-by-layer loading, which is no longer possible."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:

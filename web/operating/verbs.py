@@ -80,7 +80,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies blocks to a lower tier if it lacks them, and waits up to *seconds* for the copies."""
+    """A verb that copies blocks that have no copy in a lower tier, and waits up to *seconds* for the copies."""
 
     seconds: _Seconds = 60.0
 

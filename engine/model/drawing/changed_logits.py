@@ -15,8 +15,8 @@ from kvtier.engine.model.drawing.token_counts import TokenCounts
 def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
     """Return *logits* `[rows, vocab]` with the bias, penalties, bans and grammar of each row's sampler applied.
 
-    If no sampler changes anything, the result is *logits* itself. Otherwise the result is in the
-    memory of *copies*. *logits* is not changed, unless it is in the memory of *copies* too.
+    If no sampler changes anything, the result is *logits* itself. Otherwise the result is in the memory of *copies*.
+    *logits* is overwritten only if it is in that memory, too.
     """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits

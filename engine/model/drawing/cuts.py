@@ -148,7 +148,7 @@ def _exponents(
 ) -> torch.Tensor:
     """Return approximate logarithms of the result of `_weights`, in the scratch's float32 tensor.
 
-    A token with a larger weight never has a smaller logarithm.
+    Tokens with larger weights have larger or equal logarithms.
     """
     factor = temperature.clamp(min=_MIN_TEMPERATURE).reciprocal().float()
     return scratch.copy(logits, torch.float32).sub_(largest[:, None]).mul_(factor[:, None])

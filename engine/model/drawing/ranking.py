@@ -46,8 +46,8 @@ class Ranking:
         Takes ownership of both tensors and of the scratch's int64 tensor.
 
         Args:
-            depths: Distances from the most likely token in nats, `[rows, vocab]` in float32. A token with a larger
-                weight never has a larger depth.
+            depths: Distances from the most likely token in nats, `[rows, vocab]` in float32. Tokens with larger
+                weights have smaller or equal depths.
             weights: Probabilities, `[rows, vocab]` in float64; 0 for a token that was cut off.
             scratch: Provides memory for the bin of each token.
         """

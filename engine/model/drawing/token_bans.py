@@ -60,7 +60,7 @@ NO_BANS = TokenBans()
 def _tokenized(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word, as tokenized at the start of a text and after a space.
 
-    The second form is added only if it starts with another token than the first form and has as many tokens.
+    The second form is added only if its first token differs and both forms have the same number of tokens.
     Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
     stripped = [word.lstrip() for word in words]

@@ -124,11 +124,11 @@ class _Schemas:
         return "\n".join(["".join([*parts, grammar[place:]]), *rules])
 
     def rules(self, schema: dict[str, Any], options: Mapping[str, Any], name: str, where: str) -> list[str]:
-        """Return grammar rules for a schema with integers that llguidance would round, otherwise an empty list.
+        """Return grammar rules for a schema with integers that llguidance would round.
 
-        If the list is empty, llguidance has to compile *schema* itself. For this, the keywords that llguidance cannot
-        enforce are removed from *schema*. *name* is the name of the first rule. *where* is the schema's path, for
-        messages about its keywords.
+        Return an empty list if no rules are needed or possible. Then llguidance compiles the schema, so this method
+        removes the keywords that llguidance cannot enforce from *schema*. *name* is the name of the first rule. *where*
+        is the schema's path, for messages about its keywords.
 
         Raises:
             InvalidParameter: If a keyword of a strict schema cannot be enforced.

@@ -1,1 +1,1 @@
-"""Explanations, block by block, of why a prompt was a hit or a miss, without keeping any of its text."""
+"""Explanations, block by block, of why a prompt was a hit or a miss. No text of a prompt is kept."""

@@ -129,9 +129,9 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block the reason for its miss, in case no block of its name was seen before.
+        """Return for each full block why it missed. This applies only to blocks whose names were never seen.
 
-        With each reason come the fields, such as the salt, that differed in an earlier prompt with the same tokens.
+        Each reason comes with the fields, such as the salt, that differ from an earlier prompt with the same tokens.
         """
         names = self.past.trail.names
         if self.is_other_text:

@@ -48,7 +48,7 @@ class _Kept(msgspec.Struct):
 class SeenContents:
     """A bounded LRU memory of the beginnings of prompts, and of the ways in which they were seen.
 
-    Of a beginning, only the digest of its tokens is stored; it is called the *content*. A `Way` is the salt, adapter
+    For each beginning, only a digest of its tokens is stored, called the *content*. A `Way` is the salt, adapter
     and namespace of a request with this beginning. Owned by one thread.
     """
 

@@ -28,7 +28,7 @@ class TimesStatistics:
     """Histograms of request times in seconds.
 
     *ttft*, the time to the first token, has one histogram per tier. A request counts for the coldest tier that its
-    tokens came from, or for NO_TIER.
+    tokens came from, or for NO_TIER if all tokens were computed.
     """
 
     ttft: Mapping[str, HistogramStatistics]

@@ -112,7 +112,7 @@ class Bucket:
         return Range(data, result.meta["e_tag"] or "")
 
     def put(self, path: str, data: memoryview) -> str:
-        """Put a whole object and return its ETag. An object larger than 80 MiB takes one request per part."""
+        """Put a whole object and return its ETag. An object larger than 80 MiB takes several requests."""
         in_parts = len(data) > _MAX_AT_ONCE_BYTES
         num_requests = -(-len(data) // _PART_BYTES) + 2 if in_parts else 1
         self.meter.add(RemoteUsage(num_writes=num_requests))

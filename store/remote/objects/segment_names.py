@@ -94,10 +94,10 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
     """Cut *run* into segments. Each is the longest interval of at most `MAX_BYTES` that begins after the previous one.
 
-    An interval may always have 8 blocks. A longer one has at most four times as many blocks as come after it in the
-    run. This limit helps other prompts that begin with the same document as this run and then continue differently.
-    They cannot use an interval that extends beyond the document, so it should be short. The limit keeps it below four
-    times the number of this run's blocks after the document.
+    An interval has at most 8 blocks or, if that is more, at most four times as many blocks as follow it in the run.
+    Other prompts may begin with the same document as this run and then continue differently. They cannot use an
+    interval that extends beyond the document. The limit keeps this interval short if the run ends soon after the
+    document.
     """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
@@ -113,9 +113,9 @@ def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
 
 
 def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
-    """Return the end (exclusive) of the longest interval that begins at index *start*.
+    """Return the end (exclusive) of the longest allowed interval that begins at index *start*.
 
-    Intervals of every level up to *begun* begin there, but none of a higher level.
+    *begun* is the highest level that has an interval beginning at *start*. All lower levels have one too.
     """
     end = start + 1
     highest = levels[start]  # each end found is the first one of its level, so intervals up to that level end there

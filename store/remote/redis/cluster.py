@@ -91,7 +91,7 @@ class RedisCluster:
         return [self._member(address).node for address in set(owners) if address is not None]
 
     def close(self) -> None:
-        """Close all connections. The threads end once they notice."""
+        """Close all connections. Does not wait for the threads, which end soon after."""
         with self._lock:
             self._is_closed = True
             members = list(self._members.values())
@@ -186,7 +186,7 @@ class RedisCluster:
 
 
 def _told(way: _Way, commands: Sequence[Command], ids: Sequence[int]) -> list[Command]:
-    """Return the commands of *ids* to send to a node, each with an ASKING before it if *way* says so."""
+    """Return the *commands* at the indices *ids*, each with an ASKING before it if *way* requires that."""
     chosen = [commands[i] for i in ids]
     return [told for command in chosen for told in (_ASKING, command)] if way.is_asking else chosen
 

@@ -43,7 +43,7 @@ class ClusterMember:
             return self._silent(commands)
 
     def close(self) -> None:
-        """Close the connections. The threads end once they notice that."""
+        """Close the connections. Does not wait for the threads, which end soon after."""
         self.node.close()
         self._threads.shutdown(wait=False)  # queued calls find the node closed
 

@@ -105,7 +105,7 @@ class RedisNode:
     def _greet(self, connection: Connection) -> None:
         """Log in and send a PING. If the server needs a password, its reply to the PING is an error that says so.
 
-        Without the PING, the server might close the connection in the middle of a large value, without an error.
+        If a large value were sent first instead, the server might close the connection without a reply.
         """
         with self._within_reach(connection):
             connection.on_connect()

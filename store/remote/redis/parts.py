@@ -17,7 +17,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Parts(NamedTuple):
-    """A description of the other parts of a large value. The first part of the value begins with it.
+    """A description of a large value's parts after the first. It is stored at the start of the first part.
 
     *parts_id* is a digest of the record. So the parts of two writers are never mixed up, unless their records have the
     same bytes.

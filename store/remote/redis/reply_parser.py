@@ -28,7 +28,7 @@ _MAX_VALUE_BYTES = 512 << 20  # the servers' default of proto-max-bulk-len
 
 
 class ValueMemory:
-    """A pool of memory for received values. Reuse saves time: a page that is new to a process costs as much as a copy.
+    """A pool of memory for received values. Reuse saves time, because using a new page takes as long as a copy.
 
     Any thread may take memory. The memory returns to the pool once it is no longer used, in the thread that used it
     last.

@@ -1,7 +1,7 @@
 """Metrics of LMCache's multi-process server 0.5.6 and 0.5.7 that kvtier can provide.
 
 In the names of the metrics, L0 is the device, L1 host memory and L2 the disk. For an engine, a chunk is a block. For a
-sidecar, it is the KV that one tensor-parallel rank has stored for a chunk or block.
+sidecar, it is the part of a client's chunk or block that one tensor-parallel rank has stored.
 """
 
 from kvtier.engine.observability.metrics.metric_name import MetricName, counter, gauge, histogram
