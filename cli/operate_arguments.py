@@ -107,7 +107,9 @@ def _verb(verbs: "argparse._SubParsersAction[Any]", name: str, help_: str) -> ar
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    verb.add_argument("--url", default=URL, help=f"server URL (default: {URL}; of a sidecar: http://127.0.0.1:9464)")
+    verb.add_argument(
+        "--url", default=URL, help=f"server URL (default: {URL}); for a local sidecar, give http://127.0.0.1:9464"
+    )
     verb.add_argument(
         "--token-file", metavar="FILE", help="file with only the operator's token (default: KVTIER_OPERATOR_TOKEN)"
     )

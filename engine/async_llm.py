@@ -40,7 +40,7 @@ _A = TypeVar("_A", bound=Attendant)
 class StreamChunk:
     """The output of one step for one request.
 
-    Every chunk repeats *tokens* and *prompt_logprobs*, which describe the prompt. Only the last chunk has a
+    *tokens* and *prompt_logprobs* describe the prompt, and are repeated in every chunk. Only the last chunk has a
     *completion*.
     """
 
@@ -226,7 +226,7 @@ class AsyncLLM:
         A remote tier keeps its blocks, so later prompts may still hit them.
 
         Returns:
-            True if the blocks were evicted; False, with nothing evicted, if requests are running or copies hang.
+            True if the blocks were evicted. False if requests are running or copies hang; nothing is evicted then.
         """
         return await self.ask(lambda core: core.reset())
 

@@ -92,9 +92,9 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
             together, see `GpuShare`.
         block_size: Tokens per block.
         partial_blocks: Whether a prompt that shares only the first tokens of a cached block gets a copy of the block.
-        retention_tokens: Blocks that layers with sliding windows keep. By default they keep all. With 0 they keep only
-            the blocks needed to continue at the end of a prompt. With N > 0 they also keep the blocks needed to resume
-            after every N tokens.
+        retention_tokens: Which blocks are kept for layers with sliding windows. By default all are kept. With 0 only
+            the blocks needed to continue at the end of a prompt are kept. With N > 0 the blocks needed to resume after
+            every N tokens are kept, too.
         poison: For debugging: fill slots with NaN until KV is computed or copied into them, so that reading an unfilled
             slot gives NaN.
     """

@@ -49,7 +49,8 @@ class RouteApp:
 
         *feeds* maps each replica's name to the feed of its KV events. *operators* may drain replicas, which then get no
         new requests, and each drain is logged in *audit*. If *operators* or *audit* is None, draining is disabled.
-        *browser_rules* refuse requests from web pages of other sites. If *browser_rules* is None, they are allowed.
+        *browser_rules* refuse requests from web pages of other sites. If *browser_rules* is None, such requests are
+        allowed.
         """
         self.is_ending = False
         self.num_running = 0  # admitted requests that have not ended

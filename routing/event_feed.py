@@ -108,7 +108,7 @@ class EventFeed:
                     await self._hear(_told(seq, payload))
 
     async def _note(self, event: int) -> None:
-        """Handle an event of the ZMQ connection, which was lost or established."""
+        """Handle the loss or the establishment of the ZMQ connection."""
         if event == zmq.EVENT_DISCONNECTED:
             self._is_in_doubt = self._last is not None
         elif self._last is None:
@@ -139,7 +139,7 @@ class EventFeed:
     async def _resolve_doubt(self) -> None:
         """Check after a reconnection whether the publisher is still the same, and if not, forget all batches.
 
-        If it is the same, it can replay the last batch unchanged.
+        The publisher is the same if it replays the last batch unchanged.
         """
         self._is_in_doubt = False
         assert self._last is not None

@@ -84,7 +84,7 @@ class RoutingPolicy:
         return max(0.0, num_tokens - self._saved(candidate.matched)) + ahead
 
     def _saved(self, matched: Matched) -> float:
-        """Return the number of matched tokens. Those in host memory or on disk count less, because of their loading."""
+        """Return the number of matched tokens. Tokens in host memory or on disk count less: loading takes time."""
         host, disk = 1 - self._config.host_cost, 1 - self._config.disk_cost
         return matched.device + matched.expected + host * matched.host + disk * matched.disk
 

@@ -65,8 +65,8 @@ class _Run:
     """Consecutive blocks of a prompt that the same replicas have in the same tiers.
 
     The run has the blocks with the indexes from *start* to *end* - 1. Only some blocks of a long prompt are looked up.
-    *first* is the index of the first looked-up block of the run, and *held* has this block's bits for all replicas. A
-    replica without this block may still have some of the blocks before it.
+    *first* is the index of the run's first looked-up block, and *held* has this block's bits (see `Standing`) for all
+    replicas. A replica that does not have this block may still have some of the run's blocks before it.
     """
 
     held: int
@@ -80,8 +80,8 @@ class PrefixIndex:
 
     A prefix is identified by its fingerprint, which the router computes. For each known prefix, the index has four bits
     per replica, see `Standing`. A second table maps the block hashes in KV events to fingerprints. If this table is
-    full, its oldest hash is dropped. The index then forgets the prefix of this hash, because it could not apply an
-    event that removes the block. Owned by one thread.
+    full, its oldest hash is dropped. A later event that removes this block could then not be applied, so the index
+    forgets the block's prefix at once. Owned by one thread.
 
     The index is approximate for long prompts: only about 512 blocks at equal distances are looked up. If a replica has
     one of these blocks, the index assumes that the replica also has the skipped blocks before it.

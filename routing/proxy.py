@@ -56,8 +56,9 @@ class Proxy:
     """The ASGI app that forwards requests to replicas, for all paths that the router does not answer itself.
 
     A request is sent to one replica at a time, and to each replica at most once. The next replica is tried if the
-    current one cannot be reached, answers 503, or ends before any of its answer is forwarded. A request that must not
-    be executed twice is not sent again after a replica may have executed it. Owned by the event loop.
+    current one cannot be reached, answers 503, or ends before any of its answer is forwarded. In the last case, the
+    replica may have executed the request, so a request that must not be executed twice fails instead. Owned by the
+    event loop.
     """
 
     def __init__(

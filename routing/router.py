@@ -174,7 +174,10 @@ class Router:
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
     def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
-        """Return how much of the prompt each replica has: the most that any of the prompt's views finds."""
+        """Return how much of the prompt each replica has.
+
+        The prompt is looked up once with each of its *views*, and the result with the most tokens counts.
+        """
         best: dict[str, Matched] = {}
         for view in prompt.views:
             for name, matched in self.index.matched(view).items():

@@ -73,7 +73,7 @@ class RouteServer:
         self._health = HealthCheck(config.health, self.router, session)
 
     def _on_dead(self, name: str) -> None:
-        """Start the replica's event feed over, because the router has forgotten the replica's prefixes."""
+        """Restart the replica's event feed, because the router has forgotten the replica's prefixes."""
         if name in self.feeds:
             self.feeds[name].start_over()
 
@@ -147,7 +147,10 @@ def _server(config: RouteConfig, app: RouteApp, metrics: RouteMetrics) -> AsgiSe
 
 
 def browser_rules(config: RouteConfig, keys: ApiKeys | None) -> BrowserRules | None:
-    """Return the rules that refuse requests from web pages of other sites, or None if the replicas need API keys."""
+    """Return the rules that refuse requests from web pages of other sites.
+
+    Return None if the replicas need API keys, because such a page does not have a key.
+    """
     if keys is not None:
         return None
     return BrowserRules.of(

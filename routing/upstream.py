@@ -43,7 +43,9 @@ _OF_THE_ROUTER = frozenset({b"host", b"content-length", b"expect", b"x-request-i
 class NoAnswer(Exception):
     """Raised if a replica did not answer. Nothing has been sent to the client yet.
 
-    *why* is "connect", "died" or "timeout". If *was_connected* is true, the replica may have executed the request.
+    *why* is "connect" if no connection could be opened, "died" if the connection was lost, and "timeout" if the answer
+    did not arrive in time. *was_connected* is false only for "connect". If it is true, the replica may have executed
+    the request.
     """
 
     def __init__(self, why: str, was_connected: bool) -> None:

@@ -10,7 +10,9 @@ TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A breakpoint: a request to keep the prompt in the cache, up to the end of the part that has this object.
+    """A breakpoint: a request to keep the beginning of the prompt in the cache.
+
+    The beginning reaches to the end of the tool, the message or the part of a message that has this object.
 
     The prompt is kept until *ttl* (5 minutes or 1 hour) after it was last read. Anthropic's *scope*, which says who may
     read the kept prompt, is accepted and ignored.

@@ -150,7 +150,10 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """Return a copy of the message with the marker `_HERE` at the end of its part *number*, which must be text."""
+        """Return a copy of the message with the marker `_HERE` at the end of its part *number*, which must be text.
+
+        When the copy is rendered, the marker shows where this part ends in the prompt.
+        """
         parts = [
             TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
             for place, part in enumerate(self.parts or [TextPart("")])

@@ -91,6 +91,6 @@ async def generate(
 
 
 def _scored(piece: StreamChunk, scores: Scores) -> StreamChunk:
-    """Return *piece* with *scores*, the log probabilities of the prompt that another choice has computed."""
+    """Return *piece* with *scores*, the prompt's log probabilities, which another choice has computed."""
     done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
     return replace(piece, completion=done, prompt_logprobs=scores)

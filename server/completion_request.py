@@ -76,7 +76,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
 
     def max_new_tokens(self, room: int) -> int:
-        """Return *max_tokens*. It is not lowered to *room*, the number of tokens that fit after the prompt."""
+        """Return *max_tokens*, even if it is more than *room*, the number of tokens that fit after the prompt."""
         return self.max_tokens
 
 

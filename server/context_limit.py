@@ -10,7 +10,7 @@ class ContextLimit:
     """The maximum number of tokens of a prompt and its continuation together.
 
     It is the smaller of the model's context length and the number of tokens that fit in device memory. `str(limit)` is
-    the beginning of error messages about too long prompts.
+    the beginning of error messages about prompts that are too long.
     """
 
     num_tokens: int

@@ -16,8 +16,8 @@ _DIGEST_BYTES = 16
 class Conversations:
     """An index of recent chat requests, to find other requests of the same conversation.
 
-    It maps two digests of each request to the request's id: that of the first message, and that of all messages. It
-    stores no text. Owned by the event loop.
+    For each request, it stores a digest of the first message and a digest of all messages. Both lead to the request's
+    id. No text is stored. Owned by the event loop.
     """
 
     def __init__(self) -> None:

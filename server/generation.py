@@ -56,7 +56,7 @@ MAX_TRUNCATION_FACTOR = 8  # a prompt to truncate may be this many times its lim
 
 
 class PromptKeeper:
-    """An object that pins a request's prompts in host memory while the answer is generated. Owned by one request.
+    """An object that pins a request's prompts in host memory before its answer ends. Owned by one request.
 
     It records in *usage* whether the prompts are pinned. Their blocks are hashed with *lora* and *cache_salt*.
     """

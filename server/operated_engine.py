@@ -148,7 +148,7 @@ class OperatedEngine:
         return answer
 
     async def _whole(self, pin: CachePin) -> None:
-        """Wait until host memory has all blocks of the pin that any tier has, but at most `COMING_S` seconds."""
+        """Wait, for at most `COMING_S` seconds, until all cached blocks of the pin are in host memory."""
         give_up_at = time.monotonic() + COMING_S
         num_absent = -1
         while pin.num_absent not in (0, num_absent) and time.monotonic() < give_up_at:

@@ -137,8 +137,8 @@ class Port(Generic[_M]):
     def receive(self) -> Iterator[Message[_M]]:
         """Yield the messages that have been received, a few of each client.
 
-        The caller must answer each message before it takes the next one. Then, for a client that does not read its
-        answers, at most one answer is queued beyond `MAX_UNREAD_BYTES`.
+        The caller must answer each message before it takes the next one. Before each message, this method checks that
+        the client has at most `MAX_UNREAD_BYTES` of unread answers. So at most one answer is queued beyond this limit.
         """
         for key, events in self._selector.select(0):
             if key.data is None:

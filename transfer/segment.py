@@ -33,7 +33,7 @@ class Segment:
     segment without a lock was left by a process that has ended.
 
     A background thread allocates ("backs") the memory from the front. Other processes may use only the first
-    `backed_bytes`. If memory runs out, a process that writes beyond them is killed.
+    `backed_bytes` bytes. A process that writes to later bytes is killed if memory has run out.
 
     A process can hand its segment over to the process that replaces it (its successor) by passing on `lock_file`. Other
     processes that map the segment do not notice, if the successor keeps the size.

@@ -53,7 +53,8 @@ class Tokens(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """One row of the demo's table.
 
-    *ttft_s* is the TTFT of the step's first question, or, in the step "device", the median TTFT of all its questions.
+    *ttft_s* is the TTFT of the step's first question. For the step named "device", it is the median TTFT of all its
+    questions.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Step(msgspec.Struct, frozen=True):
 class DemoSettings(msgspec.Struct, frozen=True):
     """The settings of a demo.
 
-    The last steps run in new processes on the same store, to which the demo sends the settings as JSON.
+    The last steps run in new processes, which receive the settings as JSON and open the same store.
     """
 
     model: str | None  # None: the bundled model

@@ -135,7 +135,8 @@ def _write_weights(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) 
 def _write_neighbour_heads(attention: LlamaAttention) -> None:
     """Write the weights of the two heads that copy the CONTENT of the two preceding positions.
 
-    Head 0 copies from one position back to ONE_BACK, and head 1 from two positions back to TWO_BACK. Both use KV
+    Head 0 copies the CONTENT of the token one position before the current token, and writes it to the part ONE_BACK of
+    the current token. Head 1 does the same with the token two positions before, and writes to TWO_BACK. Both use KV
     head 0. All keys are the same vector. The query is this vector, rotated back by the head's offset (1 or 2). So with
     RoPE the score depends only on the distance: it is `sum(cos((distance - offset) * frequency))`.
     """
@@ -152,8 +153,8 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 def _write_lookup_head(attention: LlamaAttention) -> None:
     """Write the weights of layer 2's head 0, which looks for an earlier token and copies its VALUE to ANSWER.
 
-    It looks for the token that has two positions before it the same name as the current token has one position before
-    it: TWO_BACK of the earlier token matches ONE_BACK of the current token.
+    The current token comes after a name. The earlier token is two positions after the same name, so its TWO_BACK equals
+    ONE_BACK of the current token.
     """
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)

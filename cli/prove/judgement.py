@@ -41,8 +41,8 @@ class ProofRow:
 class Finding:
     """A wrong answer, or cached tokens that the server must not have used.
 
-    If *asked* is the request for the later prompt of a question (a pair of prompts), *question* is set. Otherwise it is
-    None.
+    *asked* is the request with the wrong answer or the wrong number of cached tokens. If it was the request for the
+    later prompt of a `Question` (a pair of prompts), *question* is that pair. Otherwise *question* is None.
     """
 
     what: str

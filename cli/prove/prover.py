@@ -22,9 +22,10 @@ _NUM_AGAIN = 2  # additional full prefills of a suspect's prompt, first alone an
 def shapes_apart(prompt: Prompt, ask_cold: Callable[[Prompt], Answer]) -> float | None:
     """Return the distance between two answers that should be equal, but are computed in batches of different shapes.
 
-    First, the answer to the prompt is computed. Then half of this answer is appended to the prompt, and the other half
-    is computed again. So the server prefills tokens that it decoded before. The two versions of the other half are
-    compared. Returns None if the answer's tokens cannot be appended to the prompt.
+    First, the server computes the answer to the prompt. Then the first half of this answer is appended to the prompt,
+    and the server computes the answer to this longer prompt, which should equal the second half of the first answer. So
+    the server prefills tokens that it decoded before. Returns None if the answer's tokens cannot be appended to the
+    prompt.
     """
     whole = ask_cold(prompt)
     longer = _continued(prompt, whole)

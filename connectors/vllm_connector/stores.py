@@ -110,8 +110,8 @@ class Stores:
         """Reserve slots for a request's blocks that are not stored yet, and return the copies to make in this step.
 
         Only blocks of the request's first *num_tokens* tokens are copied. *left* is the number of blocks per group that
-        may still be copied in this step. The method reduces it in place. *overwritten* has the pages that no longer
-        hold their blocks' bytes, so that these blocks cannot be stored.
+        may still be copied in this step. The method reduces it in place. *overwritten* has the pages that vLLM may
+        change before the workers can copy them. Blocks in these pages are not stored.
         """
         copies = []
         for group_id, group in enumerate(self._groups):

@@ -47,7 +47,10 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy the previous step's blocks into the sidecar's memory. Call before `begin`, and before a page changes."""
+        """Copy the previous step's blocks into the sidecar's memory.
+
+        Call this before `begin`, and before vLLM changes a page.
+        """
         for copies in work.stores:
             self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
         self._stored_step = work.number

@@ -15,8 +15,8 @@ class CpuOffloadingWorker(OffloadingWorker):
     """A copier of blocks between vLLM's KV cache and its host pool, both of which are in CPU memory.
 
     One thread runs the stores and another the loads, so that a load does not wait for stores. Only vLLM's worker calls
-    the methods. A job fails only if vLLM passes ids that do not exist. vLLM then stops, because the contents of the
-    job's blocks are undefined.
+    the methods. A job fails only if vLLM passes wrong ids. The contents of the job's blocks are then undefined, so vLLM
+    stops.
     """
 
     def __init__(self, kv_caches: Any, pages_per_chunk: int, region: Any) -> None:

@@ -106,8 +106,8 @@ def pool_facts(config: Any) -> dict[str, object]:
 def end_tokens(req_context: Any) -> Mapping[bytes, int]:
     """Return for each block of the request, by vLLM's key, the token position at which the block ends.
 
-    The result is empty if vLLM does not provide these positions. The blocks are then stored without parents, so they
-    are evicted in the order in which they were stored.
+    The result is empty if vLLM does not provide these positions. The blocks are then stored without parents, and
+    evicted in the order in which they were stored.
     """
     known = getattr(req_context, "_offload_key_positions", {})
     return known if isinstance(known, Mapping) else {}

@@ -12,14 +12,14 @@ from kvtier.connectors.page_moves import copy_pages
 
 
 class Ids(Protocol):
-    """The ids in a copy job, group after group. vLLM's `CPULoadStoreSpec` has the ids of chunks in the host pool."""
+    """The ids in a copy job, group after group. For chunks in the host pool, this is vLLM's `CPULoadStoreSpec`."""
 
     @property
     def block_ids(self) -> Sequence[int] | npt.NDArray[np.integer]: ...
 
 
 class PageIds(Ids, Protocol):
-    """The ids of a copy job's pages in the KV cache, group after group: vLLM's `GPULoadStoreSpec`."""
+    """The ids of pages in the KV cache in a copy job, group after group. This is vLLM's `GPULoadStoreSpec`."""
 
     @property
     def group_sizes(self) -> Sequence[int]:

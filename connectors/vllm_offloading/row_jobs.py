@@ -79,8 +79,8 @@ class RowJobs:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark these blocks as just used, so that they are evicted later. *keys* are of one group, in prefix order.
 
-        It is enough to mark the last block that is on disk, because blocks are evicted before their parents (the blocks
-        before them in the prompt).
+        A block is never evicted before the blocks that follow it in the prompt. So only the last block that is on disk
+        needs the mark.
         """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:

@@ -44,8 +44,8 @@ class AttachedFetch:
     ) -> None:
         """Create a fetch without leases.
 
-        *on_released* is called with the places of blocks that the sidecar no longer needs to lease or read. *on_late*
-        is called when the caller gives up waiting for the blocks that have not arrived.
+        *on_released* is called with the places of released blocks, so that the sidecar can end their leases or reads.
+        *on_late* is called when the caller gives up waiting for the blocks that have not arrived.
         """
         self.number = number
         self.group_id = group_id
@@ -60,7 +60,7 @@ class AttachedFetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any block is still expected: it has not arrived, failed or been released."""
+        """Whether any block is still expected. A block is expected until it arrives, fails or is released."""
         return bool(self._is_open.any())
 
     @property
@@ -70,7 +70,7 @@ class AttachedFetch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the fetch has no leases and expects no further blocks."""
+        """Whether the fetch is finished: all its blocks have failed or been released."""
         return not self.is_waiting and not self.num_leased
 
     def on_come(self, places: Ids, slots: Ids, digests: bytes, owners: OwnerNumbers) -> None:

@@ -52,7 +52,7 @@ class Silence:
         self._is_asked = False
 
     def look(self, is_waited_for: bool) -> bool:
-        """Update the duration of the silence, and ping a silent sidecar. Return True if it has just become lost.
+        """Update the duration of the silence, and ping a silent sidecar. Return True if `is_lost` has just become True.
 
         *is_waited_for* says whether the sidecar owes an answer.
         """

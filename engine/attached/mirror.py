@@ -132,7 +132,7 @@ class Mirror:
         return lost
 
     def _unknown(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> list[BlockName]:
-        """Return those of *names* that the next sidecar has not reported in *tier*."""
+        """Return those of *names* that the new sidecar, if there is one, has not reported in *tier*."""
         if tier is Tier.HOST:
             is_there = [slot != ABSENT for slot in self._hosts[group_id].get_all(names, ABSENT)]
         else:

@@ -147,7 +147,7 @@ class AttachedStatus:
         return self.state.reads.get(tier, NO_READS).queued_bytes if self._link.is_attached else 0
 
     def spill_progress(self) -> SpillProgress:
-        """Return the progress of copying blocks to the sidecar's host memory, which outlives the engine."""
+        """Return the progress of spilling, which here copies blocks to the sidecar's host memory."""
         session = self._link.session
         is_busy = session is not None and session.is_sending
         return SpillProgress(True, self._link.is_attached, num_done=self.num_published, is_busy=is_busy)

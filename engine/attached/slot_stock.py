@@ -28,7 +28,7 @@ class SlotStock:
             ask: Requests the given number of slots from the sidecar.
             clock: Returns the time in seconds.
             num_kept: Number of slots to keep ready even while none is used, if the sidecar has room. Needed if the
-                caller cannot retry: a block without a slot is then never stored.
+                caller cannot retry, because a block that gets no slot at once is then never stored.
         """
         self.lent: set[int] = set()
         self.is_short = False  # whether the last caller got too few slots, and the request for more is unanswered
@@ -59,10 +59,10 @@ class SlotStock:
         return taken
 
     def fill(self) -> None:
-        """Request slots if fewer than *num_kept* are ready, but not too often.
+        """Refill the stock to *num_kept* ready slots, without too many requests.
 
-        If more than half of *num_kept* are ready, request only after `IDLE_S` without use. If the sidecar's last
-        answer had too few slots, request only after `RETRY_S`.
+        Usually, slots are requested once half of *num_kept* or fewer are ready, or after `IDLE_S` without use. If the
+        sidecar's last answer had too few slots, they are requested `RETRY_S` after that answer.
         """
         if self.is_waiting or len(self._ready) >= self._num_kept:
             return

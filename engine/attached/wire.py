@@ -6,13 +6,14 @@ descriptor of its shared memory (the segment). After that, neither side waits fo
 and the sidecar answers when it can. The sidecar also reports every block that is stored in or removed from its tiers. A
 block's bytes never cross the socket. One connection is one session; a restarted sidecar needs a new connection.
 
-The engine's leases end when the engine closes the connection. It does so only when no copy is in flight; otherwise the
-kernel closes the connection when the engine's process ends. Other processes may copy for the engine, for example
+The engine's leases end when the engine closes the connection. It does so only when no copy is in flight. If a copy
+hangs, the connection stays open until the engine's process ends. Other processes may copy for the engine, for example
 workers of tensor parallelism. Each of them sends `Map` on a connection of its own, and keeps this connection open as
 long as it maps the segment.
 
-A session may also end because the engine is killed or does not read. The sidecar then keeps the leases until all these
-connections are closed, or until the engine attaches again: see `Quarantine`.
+A session may also end because the engine is killed or does not read. The sidecar then keeps the leases until
+the connections of the engine and of these other processes are closed, or until the engine attaches again: see
+`Quarantine`.
 
 Sequences are packed into bytes: names (32 bytes each), digests (16 bytes each), slots and places (little-endian int32),
 owners (the numbers of tenants, little-endian uint64). A place is the index of a block in a message or in a fetch.
@@ -72,7 +73,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of a message that follow each other in a prompt, the last one first; see `NamedSpan`.
+    """Consecutive blocks of a prompt in a message, in reverse order (the last block first); see `NamedSpan`.
 
     They are at the places *start* to *end* - 1 of the message. *parent* is the name of the block before them in the
     prompt, or None if it is not known.
@@ -106,7 +107,7 @@ class Hello(_Message, frozen=True):
 
     *namespace* (16 bytes) is a digest of everything besides the prompt that determines KV bytes. *engine* is an id that
     stays the same each time the engine attaches. The engine's other processes send this id with `Map`. An engine has
-    one session at a time. A further `Hello` says that it no longer copies any block that it leased earlier.
+    one session at a time. A further `Hello` says that its copies of all blocks that it leased earlier have ended.
     """
 
     version: int
@@ -131,8 +132,8 @@ class Map(_Message, frozen=True):
 class Fetch(_Message, frozen=True):
     """A request to lease blocks in host memory, reading them from colder tiers if necessary; see `LowerTiers.fetch`.
 
-    The engine chooses *number*, which identifies the fetch. *starts* has the parents of the blocks whose parent is not
-    the block before them. *is_for_later* selects `ReadPriority.LATER`.
+    The engine chooses *number*, which identifies the fetch. The parent of a block is the preceding block in *names*,
+    unless *starts* has an entry for the block. *is_for_later* selects `ReadPriority.LATER`.
     """
 
     number: int
@@ -146,8 +147,8 @@ class Fetch(_Message, frozen=True):
 class Inquire(_Message, frozen=True):
     """A request to look up blocks in the sidecar's remote tier, see `LowerHints.inquire`; answered by `Inquired`.
 
-    *names* are the blocks of a prompt, from the first one that the engine has not found in the sidecar's tiers. The
-    engine chooses *number*, which identifies the lookup.
+    *names* are consecutive blocks of a prompt. The first of them is the first block that the engine did not find in the
+    sidecar's tiers. The engine chooses *number*, which identifies the lookup.
     """
 
     number: int

@@ -169,7 +169,9 @@ def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
     # A model without weights (`kvtier serve --check-config`) can only be compared by shape.
     is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
     if not is_same:
-        raise UnusableLora(f"it has other weights of {name} than this model; merge the adapter into its own base model")
+        raise UnusableLora(
+            f"it was saved with other weights of {name} than this model has; merge the adapter into its own base model"
+        )
 
 
 def _without_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -74,7 +74,9 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
                 reason = reason or error
             else:
                 yield small
-    raise NoMiniature(f"{type(reason).__name__ if reason else 'every copy differs too much'}") from reason
+    raise NoMiniature(
+        f"{type(reason).__name__ if reason else 'all small copies differ too much from the model'}"
+    ) from reason
 
 
 def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
@@ -144,7 +146,7 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     """
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
-        raise ValueError("even a small model has too many parameters")
+        raise ValueError("a small copy of the model would still have too many parameters")
     _try(_build(kind, config))
     numbers = [number for part in _parts(config) for number in _numbers(part)]
     before = [number.get() for number in numbers]

@@ -123,8 +123,8 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         torch.cuda.set_rng_state(state, shape.device)
         torch.cuda.empty_cache()  # free the memory that gathering used for the longest context
     log.info(
-        "attention of %s: blocks will be gathered for these classes of segments (by queries, by keys), and read in "
-        "place for all others: %s",
+        "attention of %s: blocks will be gathered for segments of the classes %s (pairs of query range and key range, "
+        "numbered from 0), and read in place for all other segments",
         shape,
         sorted(gathered),
     )

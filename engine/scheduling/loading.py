@@ -114,7 +114,7 @@ class Loading:
 
     In the states queued, found and room, a loading leases no slots. In all later states before *loaded*, it leases the
     slots of the promoted blocks. In state *early*, it also leases slots for the tokens that the step computes. In state
-    *split*, the beginning of the hit is already in the request's tables, whose slots the request itself releases.
+    *split*, the slots of the hit's beginning already belong to the request's tables. The request itself releases them.
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
@@ -239,8 +239,9 @@ class Loading:
     def ask_for_room(self) -> bool:
         """Start to copy down the dirty blocks that the hit would evict, and return whether the load may begin.
 
-        The load may begin once all these copies are done, or when the wait becomes too long. For a while after such a
-        wait, no other load waits at all. Call this in every step until it returns True, or call `wait_turn`.
+        The load may begin once all these copies are done, or when the wait becomes too long. After a wait that was
+        too long, other loads do not wait for a while. Call this in every step until it returns True, or call
+        `wait_turn`.
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
@@ -389,7 +390,7 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """End the wait for room. The circuit breaker for such waits ignores how long it took."""
+        """End the wait for room, without reporting its duration to the circuit breaker for such waits."""
         if self._attempt is not None:
             self._around.room.withdraw(self._attempt)
             self._attempt = None

@@ -44,7 +44,7 @@ class LookAhead:
                 return
 
     def forget(self, request: Request) -> None:
-        """End the pin of a request that left the queue. If the request started, its load now keeps the blocks."""
+        """End the pin of a request that left the queue. If the request started, its load keeps the blocks instead."""
         pin = self._pins.pop(request, None)
         if pin is not None:
             self._timed.unpin(pin)

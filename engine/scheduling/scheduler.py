@@ -65,9 +65,9 @@ class Scheduler:
         """Create a scheduler without requests.
 
         A load may take *load_timeout_s* seconds, including the wait for room on the device. Then the request starts
-        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request, which the caller has
-        to remove with `Trails.end`. *max_scored* is the maximum number of tokens per step for which prompt logprobs are
-        computed.
+        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request. The caller has to
+        remove each `Trail` with `Trails.end`. *max_scored* is the maximum number of tokens per step for which prompt
+        logprobs are computed.
         """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -390,7 +390,7 @@ class Scheduler:
         return max(reversed(self.running), key=_priority, default=None)
 
     def _preempt(self, request: Request) -> None:
-        """Return a running request to the queue. Its blocks stay cached, spill, and are promoted at its next turn."""
+        """Return a running request to the queue. Its blocks stay cached, and are loaded again when it restarts."""
         self.running.remove(request)
         self._release(request)
         request.timeline.num_preempted += 1
@@ -438,7 +438,7 @@ class SharedPrefill:
         """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
 
         Less urgent requests do not count, because they may be preempted. Requests with a limit on their loads do not
-        count either, because they recompute blocks that may be in the cache already.
+        count either: they recompute blocks that this request may be able to load from the cache.
         """
         return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._min_tokens

@@ -43,7 +43,7 @@ class SlotDemand:
         return True
 
     def _of_all(self, request: Request) -> list[int]:
-        """Return for each group the maximum number of slots for the request's known tokens and one more."""
+        """Return for each group the maximum number of slots for the request's known tokens and one more token."""
         return self.of(len(request.token_ids) + 1)
 
     def _to_come(self, request: Request) -> list[int]:
@@ -77,9 +77,9 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
     """Return `max_blocks` for one group that forgets old blocks, such as one with a sliding window.
 
-    The result is the maximum over all tokens at which a chunk may start. Of several starts that need the same first
-    block, only the last is tried, because it needs the most blocks. After `block_size` tries, the numbers repeat.
-    (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
+    The result is the maximum over all tokens at which a chunk may start. If several such starts need the same first
+    block, only the last start is tried, because its chunk needs the most blocks. After `block_size` tries, the numbers
+    of blocks repeat. (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):

@@ -50,8 +50,8 @@ class TimedPins:
             owner: Owner of the pin, to which its bytes are counted.
             chain: Names of the prompt's blocks.
             num_tokens: Length of the prefix.
-            max_bytes: Limit on the bytes by which the pin may exceed *instead_of*. None: the pin's whole size is
-                limited to `Pins.free_bytes`.
+            max_bytes: Maximum size of the pin, in bytes beyond the size of *instead_of*. If None, the maximum size is
+                `Pins.free_bytes`.
             until: Time on the clock of `now`.
             instead_of: Earlier pin of *owner*, which the new pin replaces.
             start: First token to pin. Another pin of *owner* must keep the blocks before that token.

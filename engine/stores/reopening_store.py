@@ -74,7 +74,7 @@ class ReopeningStore:
 
     If opening fails, the thread tries again. Until the store is open, calls raise `StoreUnavailable` at once. If the
     folder is removed or replaced while the store is open, further writes would be lost. So the store's process is
-    killed, and the store is opened again. `statistics` returns stored counts, so it does not block.
+    killed, and the store is opened again. `statistics` returns the latest known counts, so it does not block.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class Detokenizer:
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
         """Drop the window's tokens before index *start*. The first *num_context* tokens that remain become context.
 
-        Of the remaining text, `_read` will return only the last *num_waiting* characters and what follows later.
+        Count the remaining text as returned by `_read`, except its last *num_waiting* characters.
         """
         self._window = self._window[start:]
         self._num_context = num_context

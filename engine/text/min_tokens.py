@@ -80,7 +80,7 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Return whether normalizer and pre-tokenizer drop no character of a text. Combining characters is allowed."""
+    """Return whether normalizer and pre-tokenizer drop no character of a text. Composing two into one is allowed."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )
@@ -114,7 +114,7 @@ def _kinds(part: Mapping[str, Any] | None) -> set[str]:
 
 
 def _parts(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer; a sequence has several."""
+    """Yield the steps of a normalizer or pre-tokenizer: the members of a sequence, otherwise *part* itself."""
     if part is None:
         return
     if part["type"] != "Sequence":

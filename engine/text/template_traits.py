@@ -89,8 +89,7 @@ def _content_forms(
     """Return the roles whose text is rendered only from a list of parts, and the roles whose text is always lost.
 
     To find out, a conversation with a marker text in the role's message is rendered in both forms. A role that the
-    template rejects is in neither set. The template also rejects requests with that role, so their text is not lost
-    unnoticed.
+    template rejects is in neither set, because requests with that role fail anyway.
     """
     of_parts: set[str] = set()
     lost: set[str] = set()

@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 class TokenizerThreads:
     """A thread pool for work with a tokenizer, shared fairly among tenants. Owned by the event loop.
 
-    If there are several tenants, none of them can use all threads. Fast tokenizers release the interpreter lock (a text
-    of 3 MB blocked another thread for at most 0.1 s), and several threads may use one as long as its settings do not
-    change. A slow tokenizer gets a single thread.
+    If there are several tenants, none of them can use all threads. Several threads may use one fast tokenizer, as long
+    as its settings do not change. It releases the interpreter lock: tokenizing a text of 3 MB blocked another thread
+    for at most 0.1 s. A slow tokenizer gets a single thread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:

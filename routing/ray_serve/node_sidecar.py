@@ -74,8 +74,8 @@ class NodeSidecar:
     def _start(self) -> "subprocess.Popen[bytes]":
         """Start the sidecar's process.
 
-        The sidecar's configuration may contain a token or a password, so it is sent through a pipe. Every user of the
-        machine could read it in the arguments of the process.
+        The sidecar's configuration may contain a token or a password, so it is sent through a pipe. As an
+        argument of the process, it could be read by every user of the machine.
         """
         command = [sys.executable, "-m", "kvtier.routing.ray_serve.sidecar_process", str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -47,7 +47,7 @@ class Way:
     """The data for routing one call. It is passed to the request router as an argument of the call.
 
     A call with a prompt (*wanted*) goes to the replica that the policy chooses for the prompt. A call with only a *key*
-    goes to the replica that consistent hashing of the key selects. A call without both goes to any replica.
+    goes to the replica that consistent hashing of the key selects. A call with neither goes to any replica.
 
     The request router runs in the same process as `Front`, which makes the call, and shares this object with it.
     `Front` updates *stage* from another thread. If the object no longer exists, the request router concludes that the

@@ -38,7 +38,8 @@ class Feeds:
     def listen(self, publisher: Publisher, take: Callable[[EventBatch], None], lose: Callable[[], None]) -> None:
         """Start to receive the events of *publisher*, unless a task does so already.
 
-        *take* is called with each batch of events. *lose* is called when earlier batches are no longer reliable.
+        *take* is called with each batch of events. *lose* is called when earlier batches have become
+        unreliable, so that their blocks must be forgotten.
         """
         if publisher not in self._tasks:
             self._tasks[publisher] = asyncio.get_running_loop().create_task(EventFeed(publisher, take, lose).run())

@@ -22,7 +22,7 @@ class Form(StrEnum):
 class Document:
     """A document of one tenant. All prompts about it begin with *token_ids*, whose KV is computed in advance.
 
-    Owned by the event loop. The engine's thread reads only fields that do not change at the time.
+    Owned by the event loop. The engine's thread reads a field only while the event loop does not change it.
     """
 
     id: str

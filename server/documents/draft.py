@@ -40,7 +40,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
 
     Raises:
         TooManyTokens: The text exceeds *limit*.
-        ValueError: A token id is unknown, or the form or the system message does not suit the draft.
+        ValueError: A token id is unknown, or the draft cannot have the form or the system message that it asks for.
         TemplateError: The chat template rejects the document (jinja2's error).
     """
     form = draft.form

@@ -92,13 +92,13 @@ class MemoryFiles:
         return []
 
     async def write(self, document: Document) -> None:
-        """Write nothing."""
+        """Do nothing, because documents are not stored."""
 
     async def remove(self, name: str) -> None:
-        """Remove nothing."""
+        """Do nothing, because there are no files to remove."""
 
     async def close(self) -> None:
-        """Close nothing."""
+        """Do nothing, because there is no folder to close."""
 
 
 async def _in_thread(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:

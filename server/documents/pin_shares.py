@@ -7,7 +7,7 @@ from kvtier.tiers.pins import Pin
 
 
 class PinShares:
-    """Limits on pins of documents and prompts. Each tenant has an equal share of one half of host memory.
+    """Limits on pins of documents and prompts. Half of host memory is divided equally among the tenants.
 
     Whether a pin is refused depends only on the tenant's own pins, so it reveals nothing about other tenants.
     *num_tenants* may be changed. If that makes shares smaller, existing pins stay until they end or are renewed. Owned

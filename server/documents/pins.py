@@ -123,7 +123,10 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Forget a document whose end times have passed, or renew a pin that is due; return whether either was done."""
+        """Forget the document if its pin and its warming have ended, or renew its pin if that is due.
+
+        Return whether the document was forgotten or its pin renewed.
+        """
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
@@ -161,10 +164,11 @@ class DocumentPins:
             self._turns.append((document, kept))
 
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
-        """Replace the document's pin by a pin that ends at `ends.last`, and compute blocks that no tier holds.
+        """Replace the document's pin by a pin that ends at the later of the times in *ends*. Return True.
 
-        If the tenant's share has no room, return False and change nothing. But if *must_have_room* is false, end the
-        earlier pin and return True; the next renewal tries again.
+        Also queue the computation of blocks that no tier holds. If the tenant's share has no room, the result depends
+        on *must_have_room*: if it is true, change nothing and return False; if it is false, leave the document without
+        a pin until the next renewal.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

@@ -315,7 +315,7 @@ class Promise:
         return self.inquiry.is_done
 
     def of_groups(self, group_ids: range) -> list[GroupChunks]:
-        """Return the chunks in each of these groups, which belong to one rank; empty if any group has none."""
+        """Return the `GroupChunks` of the groups *group_ids*, the groups of one rank; empty if any group has none."""
         found = [own for own in self.chunks if own.group_id in group_ids]
         return found if len(found) == len(group_ids) else []
 

@@ -105,7 +105,7 @@ class BlockLayout:
             if extent_bytes % group.block_bytes and 2 * group.block_bytes > extent_bytes:
                 raise LayoutRefused(
                     f"a block has {group.block_bytes} bytes, but an extent has {extent_bytes}; start the sidecar with "
-                    f"extents of {2 * group.block_bytes} bytes or more (the key extent of its configuration)"
+                    f"extents of {2 * group.block_bytes} bytes or more (set `extent` in its configuration)"
                 )
         num_slots = sum(segment.num_bytes // group.block_bytes for group in self.groups)
         if num_slots > MAX_SLOTS:

@@ -87,9 +87,9 @@ class Change:
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
         """Allocate *num_slots* slots of *num_bytes*, so that all slots together take at most *limit_bytes* on disk.
 
-        Returns two lists: the allocated slots, and free slots that give up their disk space for them. The caller must
-        release that space (punch holes) before it writes to the allocated slots. Raises `NoFreeSlot` if there are not
-        enough slots.
+        Returns two lists: the allocated slots, and free slots that were turned into holes (see `give_back`) to stay
+        within the limit. The caller must release the disk space of the holes (punch them) before it writes to the
+        allocated slots. Raises `NoFreeSlot` if there are not enough slots.
         """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]

@@ -1,4 +1,6 @@
-"""Maintenance of a store that no engine has open: `kvtier check` and other commands verify it and delete from it.
+"""Maintenance of a store while it is not in use: `kvtier check` and other commands verify it and delete from it.
+
+No engine or sidecar may have the store open.
 
 The functions are generators, so that a command can show their progress. Closing a generator early closes the store. Run
 the functions in a process of their own, because a damaged index may crash it.

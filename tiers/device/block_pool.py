@@ -47,7 +47,10 @@ class SlotIndex:
 
     @property
     def max_in_one(self) -> int:
-        """Number of names in the largest dict, which Python rehashes in one step."""
+        """Number of names in the largest of the dicts.
+
+        It determines the longest pause of the index, because Python rehashes a dict in one step.
+        """
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:

@@ -362,8 +362,9 @@ class Front:
 class Sweep:
     """Progress of a compaction of the eviction order, which moves the valid entries to the end, the last one first.
 
-    All entries from place *read* on have been examined, and the valid ones among them moved to place *written* and
-    after. So the entries from *read* to *written* - 1 form a gap without valid entries.
+    Both places start at the end of the order and decrease. The entries at *read* and later have been examined. The
+    valid ones among them are now at *written* and later. So the entries from *read* to *written* - 1 form a gap without
+    valid entries.
     """
 
     read: int
@@ -385,7 +386,7 @@ class EvictionOrder:
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
-        """Create an empty queue. *runs* says which block each slot holds."""
+        """Create an empty queue. *runs* is the pool's record of the named block in each slot."""
         self.num_slots = 0  # slots in the order, including lent ones
         self.num_lent = 0  # slots in the order that are lent to a copy
         self.num_departures = 0  # how many times a slot has left the order since the start

@@ -249,7 +249,7 @@ class LowerIndex:
                 self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
     def report_forgotten(self) -> None:
-        """Discard a part of the old index, from before the disk's store was reopened or emptied.
+        """Discard the next part of the old index: the index that was in use until the store was reopened or emptied.
 
         For each block in this part that the new index does not have, a removal event is emitted.
         """

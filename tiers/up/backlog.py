@@ -25,10 +25,14 @@ class Backlog:
     def __init__(
         self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds, remote: BlockIds
     ) -> None:
-        """Create a backlog of the blocks *ids*, in ascending order.
+        """Create a backlog of blocks that are in host memory, on disk or in the remote tier.
 
-        *fetch* leases the blocks *fetched* in host memory. The blocks *remote* are only in the remote tier. All other
-        blocks are on disk.
+        Args:
+            group: Attention group of the blocks.
+            ids: Ids of all blocks, in ascending order. The blocks in neither *fetched* nor *remote* are on disk.
+            fetch: The fetch that leases the blocks in host memory; None if there are no such blocks.
+            fetched: Ids of the blocks in host memory, in the order of the fetch.
+            remote: Ids of the blocks that are only in the remote tier.
         """
         num_blocks = int(ids[-1]) + 1 if len(ids) else 0
         self.group = group

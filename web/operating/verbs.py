@@ -50,7 +50,7 @@ class Reset(Verb, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.tenant is not None) + (self.namespace is not None) + self.all != 1:
-            raise ValueError("tenant: give exactly one of tenant, namespace and all")
+            raise ValueError("tenant: give exactly one of the arguments tenant, namespace and all")
         if self.namespace is not None and re.fullmatch("[0-9a-f]{2,32}", self.namespace) is None:
             raise ValueError("namespace: give the beginning of its name, 2 to 32 hexadecimal digits")
 

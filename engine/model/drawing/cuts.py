@@ -47,7 +47,7 @@ class Cuts:
         return min(num_wanted, vocab_size)
 
     def __getitem__(self, rows: torch.Tensor) -> "Cuts":
-        """Return the parameters of some *rows*."""
+        """Return the parameters of only the rows whose indexes are in *rows*."""
         return Cuts(self.temperature[rows], self.top_p[rows], self.min_p[rows], self.top_k[rows], self.number[rows])
 
 

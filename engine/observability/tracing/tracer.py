@@ -40,8 +40,8 @@ class Tracer:
         """Return the context of a new span for a request, and the id of the parent span.
 
         The parent is the span in *header*, the request's `traceparent`. Without a valid *header*, the parent id is
-        None, and the span of a sampled request is computed from *request_id*. A second call for the same request then
-        returns the same span. If *request_id* is empty, the span is random.
+        None, and the new span is computed from *request_id*. So a second call for the same request returns the same
+        span. If *request_id* is empty or the fraction *sample* is 0, the new span is random.
         """
         parent = TraceContext.of(header)
         if parent is None:

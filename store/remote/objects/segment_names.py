@@ -31,8 +31,10 @@ _ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 class SegmentName(NamedTuple):
     """The name of a segment: the last key of its interval, and the interval's level.
 
-    The same blocks may be an interval of several levels. *level* is the lowest of them, so that each interval has only
-    one name. It is one more than the highest level of the keys before *last*, or 0 if *last* is the only key.
+    The same blocks may be an interval of several levels. For example, if the keys before *last* have level 0, and
+    *last* and the key before the interval have level 3, the blocks are an interval of the levels 1, 2 and 3. *level* is
+    the lowest of these levels, so that each interval has only one name. It is one more than the highest level of the
+    keys before *last*, or 0 if *last* is the only key.
     """
 
     level: int
