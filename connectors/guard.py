@@ -32,7 +32,7 @@ class Guard:
 
     @property
     def is_resting(self) -> bool:
-        """Whether `run` now returns only fallbacks, because of an error in the last `REST_S` seconds."""
+        """True if `run` returns only fallbacks now, because a hook failed in the last `REST_S` seconds."""
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:

@@ -217,7 +217,7 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 
     @property
     def is_redis(self) -> bool:
-        """Whether the store is Redis or Valkey rather than an object store."""
+        """True if the store is Redis or Valkey rather than an object store."""
         return self.url.partition("://")[0].removesuffix("+cluster") in _REDIS
 
 

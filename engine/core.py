@@ -162,7 +162,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """True if any request is not finished."""
         return self.scheduler.has_work
 
     @property

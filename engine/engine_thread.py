@@ -99,12 +99,12 @@ class EngineThread:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that started the thread, and so does not have the thread."""
+        """True if this process was forked from the one that started the thread, and so does not have the thread."""
         return self._pid is not None and os.getpid() != self._pid
 
     @property
     def has_begun(self) -> bool:
-        """Whether the thread was started. If so, all three futures will be completed."""
+        """True if the thread was started. If so, all three futures will be completed."""
         return self._has_begun
 
     def start(self) -> None:

@@ -26,12 +26,12 @@ class OneCaller:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the object was created, so that it lacks the object's threads."""
+        """True if this process was forked after the object was created, so that it lacks the object's threads."""
         return os.getpid() != self._pid
 
     @property
     def is_over(self) -> bool:
-        """Whether `check` raises, because the object is closed or this process was forked."""
+        """True if `check` raises, because the object is closed or this process was forked."""
         return self.is_forked or self._is_closed
 
     def check(self) -> None:

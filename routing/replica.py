@@ -30,7 +30,7 @@ class Replica:
 
     @property
     def is_open(self) -> bool:
-        """Whether new requests may be sent to the replica."""
+        """True if new requests may be sent to the replica."""
         return self.health is Health.READY and not self.is_draining
 
     @property

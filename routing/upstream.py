@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def is_events(self) -> bool:
-        """Whether the answer is an uncompressed stream of server-sent events, so that an event can be appended."""
+        """True if the answer is an uncompressed stream of server-sent events, so that an event can be appended."""
         headers = dict(self.headers)
         is_plain = headers.get(b"content-encoding", b"identity") == b"identity"
         return is_plain and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")

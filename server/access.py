@@ -29,7 +29,7 @@ class Access:
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the inner app answer the request, then log and count it."""
+        """Pass the request to the inner app, then log and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

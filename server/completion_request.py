@@ -50,7 +50,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def covers_prompt(self) -> bool:
-        """Whether the answer contains the prompt, or log probabilities of its tokens."""
+        """True if the answer contains the prompt, or log probabilities of its tokens."""
         return self.echo or super().covers_prompt
 
     @property

@@ -55,7 +55,7 @@ class Entrance:
 
     @property
     def is_strict(self) -> bool:
-        """Whether tenants are isolated from each other, so that they share no cached blocks."""
+        """True if tenants are isolated from each other, so that they share no cached blocks."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"
 
 

@@ -180,7 +180,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def covers_prompt(self) -> bool:
-        """Whether the answer contains an entry for each token of the prompt, so its size grows with the prompt."""
+        """True if the answer contains an entry for each token of the prompt, so its size grows with the prompt."""
         return self.prompt_logprobs is not None
 
     @property

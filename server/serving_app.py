@@ -120,7 +120,7 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Let running requests continue for up to `server.drain_s` seconds, flush the cache, and end the engine.
+        """Allow running requests to continue for up to `server.drain_s` seconds, flush the cache, and end the engine.
 
         Viewers of the dashboard stay connected until the running requests have ended or are cut off.
         """

@@ -41,7 +41,7 @@ class Visit:
         await self._turn_given.wait()
 
     def give_turn(self) -> None:
-        """Let the request go to the engine."""
+        """Allow the request to go to the engine."""
         self.has_turn = True
         self._turn_given.set()
 

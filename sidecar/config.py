@@ -120,7 +120,7 @@ class HttpConfig(Table, frozen=True, kw_only=True):
 
     @property
     def has_token(self) -> bool:
-        """Whether requests need a token."""
+        """True if requests need a token."""
         return self.token is not None or self.token_file is not None
 
 

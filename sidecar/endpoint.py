@@ -73,7 +73,7 @@ class Endpoint(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `tick` must be called often, because engines wait for answers or deadlines are running."""
+        """True if `tick` must be called often, because engines wait for answers or deadlines are running."""
 
     def receive(self) -> bool:
         """Process some of the messages that have arrived, and return whether there may be more."""

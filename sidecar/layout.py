@@ -40,7 +40,7 @@ class SlotMemory(HostMemory, Protocol):
 
 
 class Layout(Protocol):
-    """Everything besides the prompt that determines the bytes of a block, such as the model, weights and KV format.
+    """The facts besides the prompt that determine the bytes of a block, such as model, weights and KV format.
 
     Two engines share blocks only if their layouts are equal. Equal layouts have the same hash and the same digest.
     """

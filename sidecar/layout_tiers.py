@@ -183,7 +183,7 @@ class LayoutTiers:
 
     @property
     def is_being_indexed(self) -> bool:
-        """Whether this process is still indexing the chunks on disk, after its start."""
+        """True if this process is still indexing the chunks on disk, after its start."""
         return self.tiers.index.disk.is_open and not self.tiers.status.is_indexed
 
     @property

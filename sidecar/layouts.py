@@ -159,7 +159,7 @@ class Layouts:
 
     @property
     def is_saving_possible(self) -> bool:
-        """Whether there is a disk and writes to it do not fail now."""
+        """True if there is a disk and writes to it do not fail now."""
         return all(
             tiers.tiers.status.spill_progress().has_target and tiers.tiers.status.spill_progress().is_possible
             for tiers in self

@@ -70,7 +70,7 @@ class PinnedChunks:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether the layout was cleared after these chunks were leased, so that no lookup finds them."""
+        """True if the layout was cleared after these chunks were leased, so that no lookup finds them."""
         return self.tiers.num_clears != self._num_clears
 
     def leases(self, since: float) -> Iterator[Lease]:

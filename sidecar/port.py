@@ -36,7 +36,7 @@ class Framing(Protocol[_M_co]):
 
     @property
     def has_more(self) -> bool:
-        """Whether there are complete messages that `receive` has not returned yet."""
+        """True if there are complete messages that `receive` has not returned yet."""
 
     def receive(self, data: bytes, limit: int) -> Sequence[_M_co]:
         """Add *data* to the received bytes, and return up to *limit* complete messages.
@@ -60,12 +60,12 @@ class Client(Generic[_M]):
 
     @property
     def is_reading(self) -> bool:
-        """Whether the client has read enough of its answers to be sent more."""
+        """True if the client has read enough of its answers to be sent more."""
         return len(self.unread) <= MAX_UNREAD_BYTES
 
     @property
     def has_more(self) -> bool:
-        """Whether messages of the client have been received but not delivered yet."""
+        """True if messages of the client have been received but not delivered yet."""
         return bool(self.messages) or self.framing.has_more
 
 
@@ -131,7 +131,7 @@ class Port(Generic[_M]):
 
     @property
     def has_more(self) -> bool:
-        """Whether messages have been read but not delivered yet."""
+        """True if messages have been read but not delivered yet."""
         return any(client.has_more and client.is_reading for client in self._clients)
 
     def receive(self) -> Iterator[Message[_M]]:

@@ -37,7 +37,7 @@ class Lifeline:
 
     @property
     def is_cut(self) -> bool:
-        """Whether every process has closed the other end of the connection.
+        """True if every process has closed the other end of the connection.
 
         Data that the client has sent is received and dropped, because TCP reports the end of a connection only after
         its data.

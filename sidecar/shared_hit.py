@@ -76,7 +76,7 @@ class SharedHit:
 
     @property
     def is_read(self) -> bool:
-        """Whether some chunks of the hit are not in host memory, so that they must be read."""
+        """True if some chunks of the hit are not in host memory, so that they must be read."""
         return any(
             bool(are_cold(self._places[group_id][own.start : own.stop]).any())
             for group_id, own in self._needed(self.num_chunks).items()

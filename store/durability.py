@@ -24,5 +24,5 @@ class Durability(StrEnum):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether LMDB writes through a memory map and never syncs, so that the store itself decides when to sync."""
+        """True if LMDB writes through a memory map and never syncs, so that the store itself decides when to sync."""
         return self is not Durability.COMMIT

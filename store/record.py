@@ -40,7 +40,7 @@ class Fault(StrEnum):
 
     @property
     def is_bad_record(self) -> bool:
-        """Whether the record can never be read again. A read that finds such a record deletes it."""
+        """True if the record can never be read again. A read that finds such a record deletes it."""
         return self not in _RECORD_MAY_BE_FINE
 
 

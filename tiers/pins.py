@@ -73,7 +73,7 @@ class Pin:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every block is in host memory."""
+        """True if every block is in host memory."""
         return not self.num_absent
 
 

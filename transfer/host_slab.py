@@ -97,7 +97,7 @@ class HostSlab:
 
     @property
     def prepared(self) -> bool:
-        """Whether all slots are allocated and, with CUDA, pinned."""
+        """True if all slots are allocated and, with CUDA, pinned."""
         return self.prepared_bytes == self.num_bytes
 
     @property

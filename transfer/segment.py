@@ -100,7 +100,7 @@ class Segment:
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether this segment was taken over from a previous process."""
+        """True if this segment was taken over from a previous process."""
         return self._is_taken_over
 
     def leave(self) -> None:

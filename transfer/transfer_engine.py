@@ -152,7 +152,7 @@ class TransferEngine:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether there are finished transfers that `poll` has not delivered yet."""
+        """True if there are finished transfers that `poll` has not delivered yet."""
         return not self._finished.empty()
 
     def num_pending(self, route: Route) -> int:

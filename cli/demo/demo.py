@@ -82,7 +82,7 @@ class DemoSettings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Everything that the steps of the demo need: the model, the document and the configuration.
+    """The model, the document and the configuration that the steps of the demo share.
 
     The device and host tiers are so small that a few other documents evict this one.
     """

@@ -59,7 +59,7 @@ class Question:
 
     @property
     def shares(self) -> bool:
-        """Whether cached blocks of the earlier prompt may serve the later one."""
+        """True if cached blocks of the earlier prompt may serve the later one."""
         return self.giver == self.taker and self.earlier_salt == self.later_salt and self.pair.num_shared > 0
 
 

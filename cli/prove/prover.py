@@ -81,7 +81,7 @@ class Prover:
         return self._evidence
 
     def _ask_references(self) -> None:
-        """Have the server compute each prompt in full, first alone and then concurrently.
+        """Make the server compute each prompt in full, first alone and then concurrently.
 
         If the cache cannot be bypassed, only the prompts of controls are sent. They share no prefix with other prompts.
         """

@@ -31,12 +31,12 @@ class PromptFormat(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """Whether each piece becomes exactly one token."""
+        """True if each piece becomes exactly one token."""
         ...
 
     @property
     def num_pieces(self) -> int:
-        """How many different pieces there are. Pieces are the numbers from 0 to `num_pieces` - 1."""
+        """Number of different pieces. Pieces are the numbers from 0 to `num_pieces` - 1."""
         ...
 
     def write(self, pieces: Sequence[int]) -> str | list[int]:

@@ -34,7 +34,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every row has an outcome."""
+        """True if every row has an outcome."""
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
@@ -103,7 +103,7 @@ class JobQueue(ABC):
 
     @property
     def has_queued(self) -> bool:
-        """Whether any part waits for its transfer to begin."""
+        """True if a transfer of at least one part has not begun."""
         return bool(self._queued)
 
     def enqueue(self, parts: Iterable[Part]) -> None:

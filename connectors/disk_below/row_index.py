@@ -10,7 +10,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 
 class BlockRow(NamedTuple):
-    """One block, and the engine's memory to store its bytes from or to load them into.
+    """A block to store or to load, with the engine's memory that its bytes come from or go to.
 
     *memory* is contiguous and exactly as large as the block. The engine must not touch it until the load or store has
     ended. *name* has 32 bytes. Together with the namespace and *group_id* it identifies the block. All blocks of a

@@ -23,7 +23,7 @@ _CACHES = ("cache", "past_key_values")  # names of the cache's argument: the fir
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One forward pass that used the cache."""
+    """A forward pass of the model that used the cache."""
 
     start: int  # number of tokens in the cache before the pass
     token_ids: torch.Tensor  # [num_tokens]

@@ -71,7 +71,7 @@ class Load:
 
     @property
     def is_done(self) -> bool:
-        """Whether every block is verified or lost."""
+        """True if every block is verified or lost."""
         return not any((part.states <= _State.UNVERIFIED).any() for part in self._parts)
 
     @property

@@ -89,7 +89,7 @@ class MappedSegment:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether a segment that was passed to `want` is being mapped."""
+        """True if a segment that was passed to `want` is being mapped."""
         return self._is_mapping.is_set()
 
     def is_ready(self, boot: bytes) -> bool:

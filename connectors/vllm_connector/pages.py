@@ -15,7 +15,7 @@ Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the hos
 
 
 class Pages(Protocol):
-    """One KV cache group on one rank. A page is the rank's part of one block.
+    """The part of a KV cache group that one rank holds. A page is the rank's part of one block.
 
     The methods return when all copies are complete. They raise IndexError for a page or slot that does not exist.
     """

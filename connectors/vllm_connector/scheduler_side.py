@@ -128,17 +128,17 @@ class SchedulerSide:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all workers map the memory of the current sidecar process."""
+        """True if all workers map the memory of the current sidecar process."""
         return self._mapped is not None and self._mapped == self._tiers.boot
 
     @property
     def is_waiting(self) -> bool:
-        """Whether vLLM still waits for the length of any request's hit."""
+        """True if vLLM still waits for the length of any request's hit."""
         return any(each.asked_at is not None and not each.is_settled for each in self._requests.values())
 
     @property
     def is_digesting(self) -> bool:
-        """Whether digests of copied blocks are being computed."""
+        """True if digests of copied blocks are being computed."""
         return self._stores.is_digesting
 
     def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:

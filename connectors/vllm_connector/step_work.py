@@ -45,7 +45,7 @@ class StepWork:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the workers send a `WorkerReport` on the step."""
+        """True if the workers send a `WorkerReport` on the step."""
         return self.wanted is not None or bool(self.loads) or bool(self.stores)
 
 

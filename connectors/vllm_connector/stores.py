@@ -95,7 +95,7 @@ class Stores:
 
     @property
     def is_digesting(self) -> bool:
-        """Whether copied blocks wait for their digests before they are published."""
+        """True if copied blocks wait for their digests before they are published."""
         return bool(self._digesting)
 
     def copies(

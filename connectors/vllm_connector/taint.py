@@ -33,7 +33,7 @@ class Taint:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no page is tainted."""
+        """True if no page is tainted."""
         return not self._pages
 
     def place(self, pages: Pages, num_cached: int) -> Placement:

@@ -60,7 +60,7 @@ class AttachedFetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any block is still expected. A block is expected until it arrives, fails or is released."""
+        """True if any block is still expected. A block is expected until it arrives, fails or is released."""
         return bool(self._is_open.any())
 
     @property
@@ -70,7 +70,7 @@ class AttachedFetch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the fetch is finished: all its blocks have failed or been released."""
+        """True if the fetch is finished: all its blocks have failed or been released."""
         return not self.is_waiting and not self.num_leased
 
     def on_come(self, places: Ids, slots: Ids, digests: bytes, owners: OwnerNumbers) -> None:
@@ -135,12 +135,12 @@ class AttachedFetches:
 
     @property
     def is_any_waiting(self) -> bool:
-        """Whether any fetch still expects a block."""
+        """True if any fetch still expects a block."""
         return any(fetch.is_waiting for fetch in self._fetches.values())
 
     @property
     def has_left_over(self) -> bool:
-        """Whether fetches of the previous session, whose connection has ended, still hold leases."""
+        """True if fetches of the previous session, whose connection has ended, still hold leases."""
         return bool(self._left)
 
     def begin(

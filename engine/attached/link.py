@@ -43,7 +43,7 @@ class Silence:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the sidecar has been silent for more than `LOST_AFTER_S`."""
+        """True if the sidecar has been silent for more than `LOST_AFTER_S`."""
         return self._silent_s > LOST_AFTER_S
 
     def on_answers(self) -> None:
@@ -97,7 +97,7 @@ class SidecarLink:
 
     @property
     def is_attached(self) -> bool:
-        """Whether a sidecar is attached and answers."""
+        """True if a sidecar is attached and answers."""
         return self.session is not None and not self.silence.is_lost
 
     def standing(self) -> SidecarStanding:

@@ -57,7 +57,7 @@ class Session:
 
     @property
     def is_sending(self) -> bool:
-        """Whether bytes wait to be sent, because the sidecar has not read earlier ones yet."""
+        """True if bytes wait to be sent, because the sidecar has not read earlier ones yet."""
         return bool(self._unsent)
 
     def send(self, message: FromEngine) -> None:

@@ -242,12 +242,12 @@ class SidecarTiers:
 
     @property
     def is_attached(self) -> bool:
-        """Whether a sidecar is attached and answers."""
+        """True if a sidecar is attached and answers."""
         return self._link.is_attached
 
     @property
     def is_told(self) -> bool:
-        """Whether the attached sidecar has reported all blocks that it had when the engine attached."""
+        """True if the attached sidecar has reported all blocks that it had when the engine attached."""
         return self._link.session is not None and self.status.is_told
 
     @property

@@ -44,7 +44,7 @@ class SlotStock:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the sidecar has yet to answer a request for slots."""
+        """True if the sidecar has yet to answer a request for slots."""
         return self._num_asked > 0
 
     def take(self, num_slots: int) -> list[int]:

@@ -405,7 +405,7 @@ class Frames:
 
     @property
     def has_more(self) -> bool:
-        """Whether a complete frame is available that `receive` has not returned yet."""
+        """True if a complete frame is available that `receive` has not returned yet."""
         return self._end_of_frame(0) is not None
 
     def receive(self, data: bytes, limit: int = MAX_BLOCKS) -> list[bytes]:

@@ -45,12 +45,12 @@ class Segment:
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads all keys from *first_key* to its own, so that a mask hides only later keys."""
+        """True if each token reads all keys from *first_key* to its own, so that a mask hides only later keys."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
     def is_causal(self) -> bool:
-        """Whether PyTorch's SDPA can use its causal mask in place of `mask`.
+        """True if PyTorch's SDPA can use its causal mask in place of `mask`.
 
         That is possible if there are at least two tokens, and they read only their own and each other's keys.
         """

@@ -115,7 +115,7 @@ class ModelRunner(PagedModel):
 
     @property
     def was_changed(self) -> bool:
-        """Whether a change of the model was detected earlier. Reading the property checks nothing."""
+        """True if a change of the model was detected earlier. Reading the property checks nothing."""
         return self._change is not None
 
     def check_unchanged(self) -> bool:

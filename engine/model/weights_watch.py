@@ -41,7 +41,7 @@ class WeightsWatch:
 
     @property
     def is_training(self) -> bool:
-        """Whether any module is in training mode, in which dropout changes results."""
+        """True if any module is in training mode, in which dropout changes results."""
         return any(module.training for module in self._modules)
 
     def change(self) -> str | None:

@@ -141,12 +141,12 @@ class Loading:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a slow tier has not yet answered `inquire`. A lookup after the answer may find more blocks."""
+        """True if a slow tier has not yet answered `inquire`. A lookup after the answer may find more blocks."""
         return not self._inquiry.is_done
 
     @property
     def has_come(self) -> bool:
-        """Whether `take_in` may be called, because no block is in flight any more.
+        """True if `take_in` may be called, because no block is in flight any more.
 
         For a split hit, the request must also have computed all tokens before the promoted part.
         """

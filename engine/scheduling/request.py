@@ -45,7 +45,7 @@ class RequestOptions:
 
     @property
     def takes_all_hits(self) -> bool:
-        """Whether these options put no limit on what the request loads from the cache."""
+        """True if these options put no limit on what the request loads from the cache."""
         return self.reads_cache and self.max_load_tokens is None
 
 
@@ -72,7 +72,7 @@ class PromptScores:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the prompt's tokens are scored."""
+        """True if all of the prompt's tokens are scored."""
         return len(self.told) >= len(self._token_ids)
 
     def wanted(self, start: int, end: int) -> range:
@@ -148,7 +148,7 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request uses blocks that earlier requests computed.
+        """True if the request uses blocks that earlier requests computed.
 
         False if prompt logprobs were requested, because the cache holds no logits.
         """
@@ -166,7 +166,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the prompt is computed, so that only the token sampled last is left to compute."""
+        """True if the prompt is computed, so that only the token sampled last is left to compute."""
         return self.num_to_compute == 1 and len(self.token_ids) > len(self.prompt_token_ids)
 
     @property

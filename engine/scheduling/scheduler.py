@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self.waiting or self.promoting or self.running)
 
     def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:

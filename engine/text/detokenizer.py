@@ -55,7 +55,7 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """True if a stop string was found."""
         return self.stopped_by is not None
 
     @property

@@ -33,7 +33,7 @@ _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "a0b1c2d3e"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template expects: the form of messages, tools and tool calls. The defaults fit most templates."""
+    """The form in which a chat template expects messages, tools and tool calls. The defaults fit most templates."""
 
     writes_tools: bool = True  # whether the template renders tools
     arguments_are_text: bool = False  # whether arguments of past calls must be JSON text; otherwise they are an object

@@ -91,7 +91,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def continues_answer(self) -> bool:
-        """Whether the last message is the beginning of the answer, which the model continues."""
+        """True if the last message is the beginning of the answer, which the model continues."""
         return self.messages[-1].role == "assistant"
 
     def written(self) -> list[Message]:
@@ -170,7 +170,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_warmup(self) -> bool:
-        """Whether the request only computes and caches its prompt, without an answer."""
+        """True if the request only computes and caches its prompt, without an answer."""
         return self.max_tokens == 0
 
     def chat(self) -> ChatRequest:

@@ -87,7 +87,7 @@ class Documents:
 
     @property
     def are_kept(self) -> bool:
-        """Whether documents are stored on disk, so that they survive a restart."""
+        """True if documents are stored on disk, so that they survive a restart."""
         return self._folder.is_kept
 
     def of(self, tenant: str | None) -> list[Document]:

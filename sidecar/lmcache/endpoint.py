@@ -205,7 +205,7 @@ class LmcacheEndpoint:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any answer is being held back until a promise is settled."""
+        """True if any answer is being held back until a promise is settled."""
         return bool(self._held)
 
     def receive(self) -> bool:

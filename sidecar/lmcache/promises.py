@@ -120,7 +120,7 @@ class GroupChunks:
 
     @property
     def is_over(self) -> bool:
-        """Whether no chunk is leased or being fetched any more."""
+        """True if no chunk is leased or being fetched any more."""
         return not self._is_held.any()
 
     def needed_of(self, chunks: range) -> range:
@@ -272,7 +272,7 @@ class Promise:
 
     @property
     def is_over(self) -> bool:
-        """Whether the promise has ended, and none of its chunks is leased or being fetched any more."""
+        """True if the promise has ended, and none of its chunks is leased or being fetched any more."""
         return self.is_ended and all(own.is_over for own in self.every)
 
     @property
@@ -285,7 +285,7 @@ class Promise:
 
     @property
     def forgets(self) -> bool:
-        """Whether some group forgets (such as one with a sliding window), so that a shorter hit needs other chunks."""
+        """True if some group forgets (such as one with a sliding window), so that a shorter hit needs other chunks."""
         return any(group.forgets for group in self.groups.values())
 
     @property

@@ -66,7 +66,7 @@ class Key(Struct, frozen=True):
 
     @property
     def wants_no_load(self) -> bool:
-        """Whether the user who sent the prompt has asked that no chunks be loaded for it."""
+        """True if the user who sent the prompt has asked that no chunks be loaded for it."""
         return self.request_configs is not None and bool(self.request_configs.skip_load)
 
     @property

@@ -116,7 +116,7 @@ class EngineEndpoint:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an engine waits for blocks, or for the end of a clear."""
+        """True if an engine waits for blocks, or for the end of a clear."""
         return bool(self._clearing) or any(each.session.is_waiting for each in self._sessions.values())
 
     def receive(self) -> bool:

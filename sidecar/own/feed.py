@@ -85,7 +85,7 @@ class Feed:
 
     @property
     def has_more(self) -> bool:
-        """Whether `go_on` can send a page now."""
+        """True if `go_on` can send a page now."""
         return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
 
     def tell_state(self, now: float) -> None:

@@ -93,7 +93,7 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine waits for blocks that it needs at once, or for the answer to an inquiry."""
+        """True if the engine waits for blocks that it needs at once, or for the answer to an inquiry."""
         return bool(self._inquiries) or any(
             each.fetch.is_reading and not each.is_for_later for each in self._fetches.values()
         )

@@ -23,11 +23,11 @@ class Codec(Protocol):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding returns the raw bytes. A lossy codec returns other bytes, but the same ones every time."""
+        """True if decoding returns the raw bytes. A lossy codec returns other bytes, but the same ones every time."""
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether blocks of the same raw length always have payloads of the same length."""
+        """True if blocks of the same raw length always have payloads of the same length."""
 
     def encode(self, raw: memoryview) -> memoryview:
         """Return *raw* in encoded form, as the payload to store.

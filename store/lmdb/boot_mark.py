@@ -80,12 +80,12 @@ class BootMark:
 
     @property
     def is_of_another_layout(self) -> bool:
-        """Whether another version of the program wrote the data file, in a format that this version cannot read."""
+        """True if another version of the program wrote the data file, in a format that this version cannot read."""
         return self.layout != _LAYOUT
 
     @property
     def saw_crash(self) -> bool:
-        """Whether the machine went down while the data file was open."""
+        """True if the machine went down while the data file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
     def _pack(self) -> bytes:

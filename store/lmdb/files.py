@@ -53,12 +53,12 @@ class OpenFolder:
 
     @property
     def is_index_open(self) -> bool:
-        """Whether the index is open; False after `reopen_index` has failed."""
+        """True if the index is open; False after `reopen_index` has failed."""
         return self.tables.file.is_open
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file of the index has been deleted."""
+        """True if the file of the index has been deleted."""
         return self.tables.file.is_removed
 
     def read_mark(self) -> BootMark | None:
@@ -249,7 +249,7 @@ class LmdbFiles:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the index was found damaged. The process should then end; the next one starts with an empty store."""
+        """True if the index was found damaged. The process should then end; the next one starts with an empty store."""
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
@@ -464,7 +464,7 @@ class LmdbFiles:
         self._checkpoint.take()
 
     def _release_checkpoint(self) -> None:
-        """Let LMDB reuse pages of the last checkpoint. The index must not change before the next checkpoint."""
+        """Allow LMDB to reuse pages of the last checkpoint. The index must not change before the next checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.close()
 

@@ -101,7 +101,7 @@ class LmdbStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the index is damaged, so that the store should be closed and opened again."""
+        """True if the index is damaged, so that the store should be closed and opened again."""
         return self.files.is_lost
 
     def sync(self) -> None:

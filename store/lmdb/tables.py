@@ -201,7 +201,7 @@ class IndexFile:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file has been deleted, so that its content is lost once it is closed."""
+        """True if the file has been deleted, so that its content is lost once it is closed."""
         return self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:

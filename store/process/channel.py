@@ -116,7 +116,7 @@ class NoAnswer(Exception):
 
     @property
     def is_no_reply(self) -> bool:
-        """Whether the other process may still be alive, although it did not respond."""
+        """True if the other process may still be alive, although it did not respond."""
         return not isinstance(self.__cause__, EOFError | OSError) or isinstance(self.__cause__, TimeoutError)
 
 

@@ -369,7 +369,7 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process was killed or has ended by itself, so that no request may be sent to it."""
+        """True if the process was killed or has ended by itself, so that no request may be sent to it."""
         return self._has_ended or self._process.poll() is not None
 
     def ask_reader(self, method: str, *arguments: Any) -> Any:

@@ -38,7 +38,7 @@ class SlotPurge:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no block of these slots is being copied to a lower tier."""
+        """True if no block of these slots is being copied to a lower tier."""
         return not self._slots.pool.order.num_lent
 
     def parts(self) -> Iterator[bool]:

@@ -130,7 +130,7 @@ class HostSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """Whether copies are in flight and not overdue, so that it makes sense to wait for their slots.
+        """True if copies are in flight and not overdue, so that it makes sense to wait for their slots.
 
         If one copy is overdue, all of them count as overdue, except if a newer copy was started recently and some copy
         has ended recently.

@@ -132,7 +132,7 @@ class DiskIndex:
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether `pop_forgotten` still has names to return or memory to free."""
+        """True if `pop_forgotten` still has names to return or memory to free."""
         return bool(self._past)
 
     def clear(self) -> None:

@@ -83,7 +83,7 @@ class DiskSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """Whether writes are in flight and do not hang, so that it makes sense to wait for their slots."""
+        """True if writes are in flight and do not hang, so that it makes sense to wait for their slots."""
         return not self._disk.is_failing and self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
     @property

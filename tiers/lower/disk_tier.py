@@ -168,7 +168,7 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open, and the index was started anew for this opening of the store."""
+        """True if the store is open, and the index was started anew for this opening of the store."""
         return self.indexed_opening != 0 and self.indexed_opening == self.opening()
 
     def may_write(self) -> bool:
@@ -317,7 +317,7 @@ class DiskTier:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the store is closed, or writing is suspended by its circuit breaker."""
+        """True if the store is closed, or writing is suspended by its circuit breaker."""
         return not self.is_open or not self.writing.is_closed
 
     def _counted_with(self, evicted: list[bytes]) -> Written:

@@ -93,7 +93,7 @@ class LocalFetch:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any block of this fetch is still being read."""
+        """True if any block of this fetch is still being read."""
         return bool(self._reads)
 
     def read(self, now: bool) -> None:
@@ -499,7 +499,7 @@ class LocalTiers:
 
     @property
     def is_forgetting(self) -> bool:
-        """Whether later polls still have to report blocks that were removed from the disk."""
+        """True if later polls still have to report blocks that were removed from the disk."""
         return self.index.disk.index.is_forgetting
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:

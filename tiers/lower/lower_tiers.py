@@ -23,7 +23,7 @@ NOWHERE = ABSENT  # -1
 ON_DISK = -2
 ON_REMOTE = -3
 Places = npt.NDArray[np.int32]
-"""Where each block of a list is: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE (in no tier)."""
+"""The place of each block of a list: the number of its host slot, ON_DISK, ON_REMOTE, or NOWHERE (in no tier)."""
 
 
 class Inquiry(Protocol):
@@ -31,7 +31,7 @@ class Inquiry(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether to stop waiting, because `LowerTiers.find` knows the answer or the answer would come too late."""
+        """True if waiting should stop, because `LowerTiers.find` knows the answer or the answer would come too late."""
 
 
 class Answered:
@@ -199,21 +199,21 @@ class LowerStatus(Protocol):
 
     @property
     def is_indexed(self) -> bool:
-        """Whether all blocks that were stored before this process started are in the index.
+        """True if all blocks that were stored before this process started are in the index.
 
         Until then, `find` does not find some of them.
         """
 
     @property
     def is_readable(self) -> bool:
-        """Whether blocks can be read from the tiers below, as far as is known.
+        """True if blocks can be read from the tiers below, as far as is known.
 
         If not, lookups miss the blocks that only an unreadable tier has.
         """
 
     @property
     def is_making_room(self) -> bool:
-        """Whether copies to disk that will free host slots are in flight and not overdue."""
+        """True if copies to disk that will free host slots are in flight and not overdue."""
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         """Return how fast blocks were recently read from *tier*."""
@@ -239,7 +239,7 @@ class LowerHints:
 
     @property
     def can_ask(self) -> bool:
-        """Whether `inquire` may find more blocks than `LowerTiers.find`, because some tier cannot answer at once."""
+        """True if `inquire` may find more blocks than `LowerTiers.find`, because some tier cannot answer at once."""
         return False
 
     def inquire(self, group_id: int, names: Sequence[BlockName]) -> Inquiry:

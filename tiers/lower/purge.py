@@ -25,7 +25,7 @@ class PurgeOrder:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the purge has a limit, so that some blocks may stay."""
+        """True if the purge has a limit, so that some blocks may stay."""
         return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":

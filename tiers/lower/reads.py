@@ -326,7 +326,7 @@ class Reads:
         return True
 
     def _give_up(self) -> None:
-        """Let all queued reads fail, because the tier is suspended."""
+        """Fail all queued reads, because the tier is suspended."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()

@@ -20,7 +20,7 @@ class BlockGroup(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Whether tokens read only recent blocks, as with a sliding window.
+        """True if tokens read only recent blocks, as with a sliding window.
 
         If tokens read all blocks, every shorter prefix of a cached prefix can be used too.
         """
@@ -31,7 +31,7 @@ class AttentionGroup(BlockGroup, Protocol):
 
     @property
     def resumes_inside(self) -> bool:
-        """Whether a request can resume in the middle of a block, using only the block's first tokens."""
+        """True if a request can resume in the middle of a block, using only the block's first tokens."""
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the index of the first block that the token after *num_tokens* tokens reads.

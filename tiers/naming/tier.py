@@ -54,5 +54,5 @@ class EvictionCause(StrEnum):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the tier evicted the block on purpose, not because of an error."""
+        """True if the tier evicted the block on purpose, not because of an error."""
         return self not in (EvictionCause.CORRUPT, EvictionCause.UNREADABLE)

@@ -23,7 +23,7 @@ class PrefillSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps have been measured for an estimate."""
+        """True if enough steps have been measured for an estimate."""
         return self._num_steps >= _MIN_STEPS
 
     def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:

@@ -305,7 +305,7 @@ class Uploads:
         return submitted
 
     def _on_lane_moved(self) -> None:
-        """Let lookups use the lower tiers again: a transfer has ended, so at least one thread of the lane works."""
+        """Allow lookups to use the lower tiers again: a transfer has ended, so a thread of the lane works."""
         self._residency.is_cut_off = False
 
     def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:

@@ -38,7 +38,7 @@ class Rates:
 
     @property
     def is_rate(self) -> npt.NDArray[np.bool_]:
-        """Whether each column was a total in the last sample, `[num_columns]`."""
+        """True if each column was a total in the last sample, `[num_columns]`."""
         totals = {} if self._before is None else self._before.totals
         return np.array([column in totals for column in self._columns], np.bool_)
 

@@ -36,7 +36,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen (temperature 0)."""
+        """True if the most likely token is always chosen (temperature 0)."""
         return self.params.temperature == 0
 
     def cuts(self, vocab_size: int) -> bool:
@@ -54,7 +54,7 @@ class Sampler:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties, bans or a grammar may change the logits."""
+        """True if bias, penalties, bans or a grammar may change the logits."""
         return bool(self.params.logit_bias or self._bans or self.counts is not None or self.grammar is not None)
 
     def banned(self) -> list[int]:

@@ -60,7 +60,7 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is complete and no token can follow it."""
+        """True if the text is complete and no token can follow it."""
         return not self.has_failed and self.matcher.is_stopped()
 
     def take(self, mask: npt.NDArray[np.uint8]) -> None:

@@ -172,7 +172,7 @@ class _Said:
 
     @property
     def is_not_written(self) -> bool:
-        """Whether llguidance cannot compile the schema, although some value may satisfy it.
+        """True if llguidance cannot compile the schema, although some value may satisfy it.
 
         A schema that no value can satisfy does not count: that is the client's mistake.
         """

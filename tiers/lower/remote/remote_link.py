@@ -79,7 +79,7 @@ class RemoteLink:
 
     @property
     def is_writing(self) -> bool:
-        """Whether any blocks are being written to the store."""
+        """True if any blocks are being written to the store."""
         return bool(self._spill.copies.batches)
 
     def clear(self) -> None:
