@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
+from kvtier.engine.config import DiskConfig, RemoteConfig
 from kvtier.engine.stores.reopening_store import StoreStanding
 from kvtier.sidecar.config import SidecarConfig
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
@@ -113,7 +114,7 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Return all leases, oldest first: those of clients, of pins, and of ended clients in quarantine."""
+    """Return all leases, oldest first: of clients, of pins, and of ended clients whose processes may still copy."""
     holders = (*snapshot.clients, *snapshot.pins, *snapshot.quarantined)
     leases = [(lease, client) for client in holders for lease in client.leases]
     return [
@@ -130,7 +131,7 @@ def leases_view(snapshot: Snapshot) -> list[Object]:
 
 
 def layout_view(layout: Layout) -> Object:
-    """Return a layout as an engine has registered it."""
+    """Return the layout (an engine's model and KV format) as a JSON object that operators read."""
     return {
         "digest": layout.digest.hex(),
         "model": layout.model,
@@ -140,14 +141,18 @@ def layout_view(layout: Layout) -> Object:
 
 
 def config_view(config: SidecarConfig) -> Object:
-    """Return the configuration without secrets, such as a tenant's salt or a command that prints a key."""
+    """Return the configuration without secrets, such as a tenant's salt, a password or a command that prints a key."""
     view: Object = msgspec.to_builtins(config, enc_hook=int)
     view["tenants"] = [msgspec.to_builtins(tenant, enc_hook=int) for tenant in config.tenants.values()]
     view["http"] = msgspec.to_builtins(config.http) | ({} if config.http.token is None else {"token": SET})
-    if config.disk is not None and config.disk.encryption_key_command is not None:
-        disk: Object = msgspec.to_builtins(config.disk, enc_hook=int)
-        view["disk"] = disk | {"encryption_key_command": SET}
+    view["disk"] = None if config.disk is None else _store_table(config.disk)
+    view["remote"] = None if config.remote is None else _store_table(config.remote) | {"url": config.remote.where}
     return view
+
+
+def _store_table(config: DiskConfig | RemoteConfig) -> Object:
+    table: Object = msgspec.to_builtins(config, enc_hook=int)
+    return table | ({} if config.encryption_key_command is None else {"encryption_key_command": SET})
 
 
 def _layout_statistics_view(each: LayoutStatistics) -> Object:

@@ -177,14 +177,17 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
         "models": {"m": {"revision": "3"}},
     }
     config = small_config(**tables)
-    secret = "cat /the/key"
-    disk = {"path": str(tmp_path / "store"), "capacity": "64MiB", "encryption_key_command": secret}
-    with running_sidecar(config) as running, serve_http(running.sidecar, small_config(**tables, disk=disk)) as http:
+    command, password = "cat /the/key", "the-password"
+    disk = {"path": str(tmp_path / "store"), "capacity": "64MiB", "encryption_key_command": command}
+    remote = {"url": f"redis://ann:{password}@10.0.0.1:6379/0", "encryption_key_command": command}
+    shown_config = small_config(**tables, disk=disk, remote=remote)
+    with running_sidecar(config) as running, serve_http(running.sidecar, shown_config) as http:
         answer = replace(running, port=http.port).get("/v1/kvtier/config", headers={"Authorization": f"Bearer {TOKEN}"})
 
     shown = answer.json()
-    assert not [text for text in (TOKEN, "salt-of-ann", secret) if text in answer.text]
+    assert not [text for text in (TOKEN, "salt-of-ann", command, password) if text in answer.text]
     assert shown["http"]["token"] == shown["disk"]["encryption_key_command"] == "(set)"
+    assert (shown["remote"]["url"], shown["remote"]["encryption_key_command"]) == ("redis://10.0.0.1:6379/0", "(set)")
     assert shown["tenants"] == [{"host": 1 << 20, "disk": None, "name": "ann"}]
     assert (shown["host"]["capacity"], shown["models"]["m"]["revision"]) == (4 << 20, "3")
 
