@@ -19,6 +19,10 @@ from kvtier.web.json_client import JsonClient
 _TIMEOUT_S = 60.0
 _OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
 _PATH = "/v1/kvtier/explain"
+_FIELDS = (  # of a completion or chat request, those that decide its prompt and where the prompt is cached
+    *("prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("reasoning_effort", "model", "cache_salt"),
+)
 _MAX_ID = 4096  # characters; engines that use a sidecar may have long request ids
 _WHY = {
     "other": "seen, but with another {differs}",
@@ -48,7 +52,7 @@ _CAUSES = {
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Ask the server, print its response, and return the exit status.
+    """Ask the server why a prompt hit or missed its cache, print the answer, and return the exit status.
 
     Raises ValueError for an unusable option, OSError if no server answers, and `Refused` for an error response.
     """
@@ -87,7 +91,7 @@ def _id(request_id: str) -> str:
 
 
 def _question(options: argparse.Namespace) -> dict[str, object]:
-    """Return the request body. The file has a JSON request, or else its text is the prompt."""
+    """Return the body to send. The `--prompt` file has a prompt's text, or the JSON of a completion or chat request."""
     text = text_of("--prompt", options.prompt)
     if not text:
         raise ValueError(f"--prompt {options.prompt}: is empty; give a prompt")
@@ -98,10 +102,9 @@ def _question(options: argparse.Namespace) -> dict[str, object]:
         except ValueError:
             found = None
         except RecursionError:
-            raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a request") from None
+            raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a prompt") from None
         if isinstance(found, dict) and ("messages" in found or "prompt" in found):
-            names = ("prompt", "messages", "chat_template_kwargs", "model", "cache_salt")
-            question = {name: found[name] for name in names if name in found}
+            question = {name: found[name] for name in _FIELDS if name in found}
     given = {"model": options.model, "cache_salt": options.cache_salt, "request_id": options.id}
     return question | {name: value for name, value in given.items() if value is not None}
 

@@ -45,6 +45,9 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] = []  # of the chat
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: Text | None = None
     cache_salt: Text | None = None
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
 
@@ -157,6 +160,9 @@ def _request_with(asked: ExplainRequest, model: str) -> CompletionRequest | Chat
         messages=asked.messages,
         tools=asked.tools,
         chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        reasoning_effort=asked.reasoning_effort,
         cache_salt=asked.cache_salt,
     )
 

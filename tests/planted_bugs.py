@@ -1984,8 +1984,22 @@ BUGS = [
         "tests/server/test_serve_limits.py",
     ),
     Bug(
+        "operators see the password in the remote store's URL",
+        "sidecar/http/views.py",
+        ' | {"url": config.remote.where}',
+        "",
+        "tests/sidecar/test_sidecar_http.py",
+    ),
+    Bug(
+        "kvtier explain leaves out a chat's tools",
+        "cli/explain.py",
+        '"messages", "tools",',
+        '"messages",',
+        "tests/cli/test_explain_command.py",
+    ),
+    Bug(
         "an LMCache that asks where bytes are is refused",
-        "connectors/lmcache_l2/known_lmcache.py",
+        "connectors/lmcache_l2/object_names.py",
         " ^ ABSTRACT) - ALSO_ABSTRACT",
         " ^ ABSTRACT)",
         "tests/connectors/test_lmcache_objects.py",

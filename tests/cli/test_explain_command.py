@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import BLOCK_SIZE, MODEL, ServerInThread, come_true, serving, tables
+from serving import BLOCK_SIZE, MODEL, TEMPLATE, ServerInThread, chat_tokenizer, come_true, serving, tables
 from sidecars import TOKEN, running_sidecar, small_config
 from small_models import build
 
@@ -95,6 +95,52 @@ def test_a_text_is_a_prompt_too(
         assert main(["explain", "--prompt", "-", "--url", server.url]) == 0
 
     assert capsys.readouterr().out.count("never seen") == 2
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[ServerInThread]:
+    tokenizer = chat_tokenizer()
+    told = "{{ effort }}{{ reasoning_effort }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    asked = TEMPLATE.replace("<assistant>", "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer.chat_template = told + asked
+    with serving(build("llama"), tables(), tokenizer=tokenizer) as address:
+        yield address
+
+
+LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"tools": [LOOK_UP]},
+        {"chat_template_kwargs": {"effort": "all"}},
+        {"reasoning_effort": "high"},
+        {"add_generation_prompt": False},
+        {"messages": [{"role": "assistant", "content": "An answer that is " * 8}], "continue_final_message": True},
+    ],
+    ids=lambda others: "-".join(others) or "plain",
+)
+def test_a_chat_in_a_file_is_the_prompt_that_the_server_made_of_it(
+    chat_server: ServerInThread, others: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Where is Paris? " * 8}],
+        "max_tokens": 1,
+        **others,
+    }
+    asked = chat_server.post("/v1/chat/completions", json=chat)
+    assert asked.status_code == 200, asked.text
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps(chat))
+
+    assert main(["explain", "--prompt", str(file), "--url", chat_server.url, "--json"]) == 0
+
+    (found,) = json.loads(capsys.readouterr().out)["data"]
+    assert found["prompt_tokens"] == asked.json()["usage"]["prompt_tokens"]
+    assert {row["missed"] for row in found["rows"]} <= {None, "last_block"}
 
 
 @pytest.mark.parametrize(
