@@ -33,7 +33,7 @@ class Scratch:
     def of(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor [num_rows, like.shape[1]] of undefined content, valid until the next call.
 
-        All tensors have the dtype and device of *like* in the first call.
+        *like* must have the same dtype and device in every call.
         """
         size = num_rows * like.shape[1]
         if self._memory is None or self._memory.numel() < size:
@@ -51,7 +51,7 @@ def attend_gathered(
     output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     scratch: Scratch,
 ) -> None:
-    """Compute the attention of the *segments*, one after the other, and write it to their rows of *output*."""
+    """Copy the KV blocks of each segment (one request's tokens in a step), and write its attention to *output*."""
     for part in segments:
         keys, values = _gather(slab, layer, part, scratch)
         queries = query[:, :, part.rows]
@@ -85,12 +85,13 @@ def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> 
 def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the segment's mask in the form with which SDPA is fastest.
 
-    This is torch's causal bias object if flash attention supports the mask (on CUDA), otherwise a tensor or None.
+    This is torch's causal bias object if flash attention supports the mask (on CUDA), otherwise a tensor or None. On a
+    CPU the tensor has numbers to add to the scores, otherwise booleans.
     """
     is_lower_right = part.num_queries > 1 and part.reads_all_before and not part.is_causal
     if part.device.type == "cuda" and dtype.itemsize == 2 and is_lower_right:
         return causal_lower_right(part.num_queries, part.num_keys)
-    return part.mask
+    return part.added_mask(dtype) if part.device.type == "cpu" else part.mask
 
 
 def _capped_attention(
