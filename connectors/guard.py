@@ -22,7 +22,7 @@ class Guard:
     """
 
     def __init__(self, give_up: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a guard. After each error it calls *give_up*, which must release the adapter's leases on blocks."""
+        """Create a guard. If a hook raises, it calls *give_up*, which must release all blocks that the hooks leased."""
         self.lock = threading.RLock()
         self.num_errors = 0
         self._give_up = give_up
@@ -36,13 +36,16 @@ class Guard:
         return self._clock() < self._rests_until
 
     def run(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Return the result of *hook*, or *fallback* if the hook raises or the guard rests."""
+        """Return the result of *hook*, or *fallback* if it raises or a hook raised in the last `REST_S` seconds."""
         if self.is_resting:
             return fallback
         return self.run_always(hook, fallback)
 
     def run_always(self, hook: Callable[[], T], fallback: F) -> T | F:
-        """Do the same as `run`, but call *hook* even while resting. Use this for hooks that finish earlier work."""
+        """Return the result of *hook*, or *fallback* if it raises. Use this for hooks that finish earlier work.
+
+        Unlike `run`, this calls *hook* even if a hook raised in the last `REST_S` seconds.
+        """
         with self.lock:
             try:
                 return hook()
@@ -59,5 +62,5 @@ class Guard:
             log.error("kvtier: internal error; nothing is loaded or stored for %d s", REST_S, exc_info=error)
         try:
             self._give_up()
-        except Exception:  # the adapter's leases then last until the process ends
+        except Exception:  # the hooks' leases then last until the process ends
             log.exception("kvtier: leases cannot be released after an internal error")

@@ -26,24 +26,27 @@ class ClassifiedOptions:
     _judged: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an option with two verdicts."""
+        """Raise ValueError for an option that is classified more than once."""
         groups = [*self.shown.values(), *self.harmless.values()]
         options = [*self.decides, *(option for group in groups for option in group)]
         if twice := sorted({option for option in options if options.count(option) > 1}):
-            raise ValueError(f"options with two verdicts: {', '.join(twice)}")
+            raise ValueError(
+                "an option may be listed only once in all of decides, shown and harmless; these have two verdicts: "
+                f"{', '.join(twice)}"
+            )
         object.__setattr__(self, "_judged", frozenset(options))
 
     @property
     def classified(self) -> frozenset[str]:
-        """The names of all options and groups of options with a verdict."""
+        """The names of all options and groups of options whose effect on the bytes of the KV cache is known."""
         return self._judged
 
     def unclassified(self, options: Iterable[str]) -> list[str]:
-        """Return the *options* without a verdict, in their order."""
+        """Return those of *options* whose effect on the bytes of the KV cache is not known, in their order."""
         return [option for option in options if not self._judged.intersection(_names_of(option))]
 
     def values(self, read: Callable[[str], object]) -> dict[str, str]:
-        """Return the values of the options that decide bytes, as text. The keys are the names of the options.
+        """Return the options that affect the bytes of the KV cache, by name, with their values as text.
 
         Args:
             read: Returns the value of an option, or None if this version of the engine does not have the option.
@@ -60,7 +63,7 @@ def read_attribute(root: object, path: str) -> object:
 
 
 def _names_of(option: str) -> list[str]:
-    """Return the option's own name and the names of its groups."""
+    # For `a.b.c`: itself, `a`, `a.b`, `a.*` and `a.b.*`.
     parts = option.split(".")
     groups = [".".join(parts[:end]) for end in range(1, len(parts))]
     return [option, *groups, *(f"{group}.*" for group in groups)]

@@ -91,11 +91,12 @@ class StagedDisk:
     def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
         """Open the store on disk.
 
-        *namespace* is a 16-byte digest of everything that decides a row's bytes, apart from the block's name.
+        *namespace* is a 16-byte digest of everything that decides a block's bytes, apart from the block's name.
+        *row_bytes* is the size of a block.
 
         Raises:
             ValueError: If the configuration cannot be used.
-            OSError: If there is not enough memory for the rows.
+            OSError: If there is not enough memory for the staging buffer.
         """
         stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._part_rows = max(1, PART_BYTES // stride)
@@ -123,7 +124,7 @@ class StagedDisk:
         return self._disk.are_held(names)
 
     def load(self, names: Sequence[BlockName], take: Copy) -> int:
-        """Read blocks from disk into rows, and call *take* to copy the blocks out of the rows, in order.
+        """Read blocks from disk into the staging buffer, in order, and call *take* to copy them out of it.
 
         Returns:
             The number of blocks that were copied. Copying stops at the first block that cannot be read.
@@ -151,7 +152,7 @@ class StagedDisk:
         return num_loaded
 
     def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
-        """Call *fill* to copy blocks into rows, in order, and write the rows to disk.
+        """Call *fill* to copy blocks into the staging buffer, in order, and write them to disk.
 
         *parent* is the name of the block that precedes *names* in the prompt, or None if no such block is known. After
         a block could not be stored, no further writes are begun.
@@ -178,7 +179,7 @@ class StagedDisk:
         return stored
 
     def clear(self, timeout_s: float) -> bool:
-        """Delete every row of this namespace. Return False if the disk could not delete them."""
+        """Delete all blocks of this namespace from disk. Return False if the disk could not delete them."""
         return self._disk.clear(timeout_s)
 
     def statistics(self) -> DiskBelowStatistics:

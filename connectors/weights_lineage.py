@@ -22,11 +22,14 @@ class WeightsLineage:
     """
 
     def __init__(self) -> None:
-        """Begin without a secret, so that all engines of a namespace share block names."""
+        """Create a lineage that leaves block names unchanged, so that all engines of a namespace share blocks."""
         self.secret = b""  # empty until the first reset
 
     def start_new_lineage(self) -> None:
-        """Choose a new random secret, because the engine's weights may have changed."""
+        """Give all blocks other names from now on, because the engine's weights may have changed.
+
+        The new names contain a new random secret, so blocks from before are not found.
+        """
         if not self.secret:
             log.warning(
                 "kvtier: the engine has reset its cache, so its weights may have been updated; until it restarts, it "
@@ -35,5 +38,5 @@ class WeightsLineage:
         self.secret = secrets.token_bytes(32)
 
     def name(self, name: BlockName) -> BlockName:
-        """Return *name* combined with the secret, or *name* itself if there is no secret."""
+        """Return *name* hashed with the lineage's random secret, or *name* itself before the first new lineage."""
         return BlockName(hashlib.sha256(b"kvtier lineage\0" + self.secret + name).digest()) if self.secret else name

@@ -103,13 +103,13 @@ class DiskBelow:
             self._index_load.go_on()
 
     def holds(self, name: BlockName, group_id: int = 0) -> bool:
-        """Return whether the block is on disk and not known to be unreadable."""
+        """Return whether the block is on disk and, as far as is known, readable."""
         with self._lock:
             self._go_on()
             return self._disk.holds(group_id, name)
 
     def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
-        """Return for each of the blocks whether it is on disk and not known to be unreadable."""
+        """Return for each of the blocks whether it is on disk and, as far as is known, readable."""
         with self._lock:
             self._go_on()
             is_held: list[bool] = self._disk.are_held(group_id, names).tolist()
@@ -130,9 +130,10 @@ class DiskBelow:
         return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[BlockRow]) -> Outcomes:
-        """Write rows, given in prefix order, to disk. The future has True for each row that is then on disk.
+        """Write blocks from the engine's memory to disk. The future has True for each block that is then on disk.
 
-        A row that could not be stored may be offered again. `statistics` counts such rows by reason.
+        The blocks are given in the order of the prompt. A block that could not be stored may be offered again;
+        `statistics` counts such blocks by reason.
         """
         return self._begin(rows, self._writes.begin)
 

@@ -1,4 +1,4 @@
-"""`Job`: the rows of one call of load or store. `JobQueue`: a queue of transfers between memory and disk."""
+"""`Job`: the blocks that one call loads or stores. `JobQueue`: a queue of transfers between memory and disk."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,11 +34,11 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """True if every row has an outcome."""
+        """True if each block of the job has been transferred or has failed."""
         return self.num_left == 0
 
     def end(self, places: Sequence[int], is_good: Sequence[bool]) -> None:
-        """Record for each of the rows at the indices *places* whether it succeeded. Call this once for each row."""
+        """Record for the blocks at the indices *places* whether they succeeded. Call this once for each block."""
         for place, good in zip(places, is_good, strict=True):
             self.outcomes[place] = good
         self.num_left -= len(places)
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """A part of a job: the rows that are read or written in one transfer. *places* are their indices in the job."""
+    """The blocks of a job that are read or written in one transfer. *places* are their indices in the job."""
 
     job: Job
     places: Sequence[int]
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def rows(self) -> list[BlockRow]:
-        """The rows, in the order of *places*."""
+        """The blocks of this part and their memory, in the order of *places*."""
         return [self.job.rows[place] for place in self.places]
 
 
@@ -90,9 +90,9 @@ class JobQueue(ABC):
     """
 
     def __init__(self, transfers: TransferEngine, route: Route, breaker: CircuitBreaker, max_in_flight: int) -> None:
-        """Create an empty queue with at most *max_in_flight* parts in flight.
+        """Create an empty queue with at most *max_in_flight* transfers in flight.
 
-        *breaker* decides for each part whether its transfer may be tried.
+        *breaker* decides for each transfer whether it may be tried.
         """
         self.transfers = transfers
         self._route = route
@@ -103,7 +103,7 @@ class JobQueue(ABC):
 
     @property
     def has_queued(self) -> bool:
-        """True if a transfer of at least one part has not begun."""
+        """True if any blocks wait for their transfer to begin."""
         return bool(self._queued)
 
     def enqueue(self, parts: Iterable[Part]) -> None:
@@ -121,18 +121,17 @@ class JobQueue(ABC):
 
     @abstractmethod
     def has_disk_failed(self, transfer: Transfer) -> bool:
-        """Return whether the finished transfer of a part counts as a failure of the disk."""
+        """Return whether the finished transfer counts as a failure of the disk."""
 
     @abstractmethod
     def on_finished(self, part: Part, transfer: Transfer) -> None:
-        """Process the finished transfer of a part: record for each row whether it succeeded."""
+        """Record for each block of *part* whether its *transfer*, which has finished, succeeded."""
 
     @abstractmethod
     def on_given_up(self, part: Part) -> None:
-        """Record that the rows of a queued part failed, because the disk cannot be used now."""
+        """Record that the blocks of *part* failed without a transfer, because the disk cannot be used now."""
 
     def _pump(self) -> None:
-        """Begin transfers of queued parts. If the disk cannot be used now, fail all queued parts."""
         while self._queued and self._num_in_flight < self._max_in_flight:
             attempt = self._breaker.begin() if self.is_usable() else None
             if attempt is None:

@@ -26,7 +26,7 @@ class Loads(JobQueue):
         self._index = index
 
     def begin(self, job: Job) -> None:
-        """Queue the rows whose blocks are on disk. The job's other rows fail immediately."""
+        """Queue reads of the job's blocks. Blocks that are not on disk fail immediately."""
         held = self._index.are_held(job.rows)
         absent = [place for place, is_held in enumerate(held) if not is_held]
         self._end(job, absent, [False] * len(absent))

@@ -25,9 +25,9 @@ class BlockRow(NamedTuple):
 
 
 class RowIndex:
-    """An in-memory index of the blocks on disk. It implements the protocol `DiskContent`.
+    """An in-memory index of the blocks on disk, which are looked up as rows: blocks with the engine's memory for them.
 
-    A block that is evicted from disk is removed from the index, because kvtier knows of no other copy.
+    It implements the protocol `DiskContent`. A block that is evicted from disk is removed from the index.
     """
 
     def __init__(self, disk: DiskTier) -> None:

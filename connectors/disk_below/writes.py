@@ -19,20 +19,20 @@ MAX_IN_FLIGHT = 2  # parts: one is written and one waits for the writer
 
 
 class Refusal(StrEnum):
-    """The reason why a row was not stored. The row may be offered again."""
+    """The reason why a block was not stored. The caller may offer the block again."""
 
     BUSY = "busy"  # too many bytes wait to be written
-    DISK = "disk"  # the disk is not open, has failed too often to be tried now, or is smaller than the row
+    DISK = "disk"  # the disk is not open, has failed too often to be tried now, or is smaller than the block
     BUDGET = "budget"  # the daily limit on written bytes is reached
     FAILED = "failed"  # the write was tried, and failed
 
 
 class Writes(JobQueue):
-    """The queue of store jobs, first in, first out.
+    """The queue of jobs that store blocks, first in, first out.
 
-    The rows of a job are written from last to first, so that the end of a prefix is evicted before its beginning. At
-    most *max_queued_bytes* wait to be written, and a row that would exceed this limit is refused. A single larger row
-    is accepted if no other row waits. A block that is already on disk is only marked as recently used.
+    The blocks of a job are written from last to first, so that the end of a prefix is evicted before its beginning. At
+    most *max_queued_bytes* wait to be written. A block that would exceed this limit is refused, unless no other block
+    waits. A block that is already on disk is only marked as recently used.
     """
 
     def __init__(self, index: RowIndex, transfers: TransferEngine, max_queued_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Writes(JobQueue):
         self._max_queued_bytes = max_queued_bytes
 
     def begin(self, job: Job) -> None:
-        """Queue the rows whose blocks are not on disk yet. Rows that are refused fail immediately."""
+        """Queue writes of the job's blocks that are not on disk yet. Those refused, see `Refusal`, fail immediately."""
         held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])
@@ -111,7 +111,6 @@ class Writes(JobQueue):
         self._end(part.job, part.places, Refusal.DISK)
 
     def _refusal(self, num_bytes: int) -> Refusal | None:
-        """Return why a row of *num_bytes* is refused now, or None if it is accepted."""
         disk = self._index.disk
         if not disk.may_write() or num_bytes > disk.latest.capacity_bytes:
             return Refusal.DISK

@@ -18,10 +18,7 @@ from lmcache.v1.memory_management import MemoryObj
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.lmcache_l2.known_lmcache import (
-    check_lmcache,
-)
-from kvtier.connectors.lmcache_l2.object_names import namespace_of
+from kvtier.connectors.lmcache_l2.object_names import check_lmcache, namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk, Outcomes, Settings, settings_of
 from kvtier.tiers.lower.breaker import BreakerState
 

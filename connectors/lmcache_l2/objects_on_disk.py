@@ -146,10 +146,10 @@ class ObjectsOnDisk:
         return self._disk.load(self._rows(keys, objects))
 
     def find(self, keys: Sequence[ObjectKey], layouts: Mapping[int, TensorLayouts]) -> list[BlockRow | None]:
-        """Return for each key a row that names the key's object, or None if the object is not on disk.
+        """Find objects on disk. Return for each key a `BlockRow` with the object's name, or None if it is not on disk.
 
-        An object's name contains its layout, so two layouts are tried for each key: LMCache's hint in *layouts*, by
-        object group, and the layout in which an object of this group was last stored or loaded.
+        An object's name depends on its layout (shapes and dtypes), which is not in the key. So two layouts are tried:
+        the one that LMCache expects, in *layouts* by object group, and the last one stored or loaded in this group.
         """
         said = {group: _said(layout) for group, layout in layouts.items() if layout.shapes}
         found: list[BlockRow | None] = [None] * len(keys)

@@ -30,7 +30,7 @@ class StorageThreads:
 
 
 class PageRuns:
-    """A copier of pages between SGLang's host pool and rows, the buffers that are written to disk and read from it.
+    """A copier of pages between SGLang's host pool and rows. A row is a buffer for one page on its way to or from disk.
 
     A page consists of several contiguous runs of bytes in the pool. A run has the keys or the values of one layer or of
     all layers, depending on the pool's layout. A row has the runs of a page one after the other. The caller must make
@@ -47,7 +47,7 @@ class PageRuns:
         return sum(self.sizes)
 
     def addresses(self, host_indices: torch.Tensor) -> list[list[int]]:
-        """Return for each page the addresses of its runs.
+        """Return for each page the addresses of its runs, the contiguous byte ranges of the page in SGLang's pool.
 
         *host_indices* has the indices in the pool of all tokens of the pages.
         """
@@ -56,7 +56,7 @@ class PageRuns:
         return [list(pointers[start : start + step]) for start in range(0, len(pointers), step)]
 
     def write(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy the pages at these addresses into *rows*."""
+        """Copy pages from SGLang's pool into *rows*. *pages* has the addresses that `addresses` returned."""
         for row, page in zip(rows, pages, strict=True):
             place = row.ctypes.data
             for address, size in zip(page, self.sizes, strict=True):
@@ -64,7 +64,7 @@ class PageRuns:
                 place += size
 
     def read(self, rows: Rows, pages: Sequence[Sequence[int]]) -> None:
-        """Copy *rows* into the pages at these addresses."""
+        """Copy *rows* into pages of SGLang's pool. *pages* has the addresses that `addresses` returned."""
         for row, page in zip(rows, pages, strict=True):
             place = row.ctypes.data
             for address, size in zip(page, self.sizes, strict=True):

@@ -1,4 +1,4 @@
-"""The check that the keys and values of a model's prefixes can be stored and reused, made when a cache is opened."""
+"""The check, made when a cache is opened, that the keys and values of a model's prefixes can be stored and reused."""
 
 import random
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def _resumed(
 ) -> torch.Tensor:
     """Return the logits of the tokens from *split* on, computed after a restored prefix.
 
-    The keys and values of the prefix are taken from *computed*, written to rows, and read back.
+    The keys and values of the prefix are taken from *computed*, converted to the format on disk, and converted back.
     """
     num_blocks = split // layout.block_size
     rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
@@ -114,11 +114,8 @@ def _compare(model: PreTrainedModel, what: str, found: torch.Tensor, expected: t
 
 
 def _max_tokens(model: PreTrainedModel) -> int:
-    """Return the maximum number of tokens that the check gives to *model*.
-
-    In a miniature, the maximum position is normally reduced to `LIMIT`, and the check exceeds it on purpose. But
-    learned position embeddings fail beyond their maximum. A miniature with such embeddings keeps its maximum, which is
-    above `LIMIT`, and the check does not exceed it.
-    """
+    """Return the maximum number of tokens in a prompt with which *model* is checked."""
+    # A maximum of LIMIT is that of a miniature, and prompts exceed it on purpose. A higher maximum is not exceeded: a
+    # miniature keeps it only if its position embeddings are learned, and these fail beyond it.
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return NUM_TOKENS if limit is None or limit <= LIMIT else limit

@@ -105,8 +105,7 @@ class PromptCache(DynamicCache):
 
 
 def _keeping(layer: Layer) -> Layer:
-    """Return *layer* itself, or a new `KeptSlidingLayer` if it is a sliding-window layer."""
-    if type(layer) is DynamicSlidingWindowLayer:
+    if type(layer) is DynamicSlidingWindowLayer:  # it drops keys and values that have left the window
         return KeptSlidingLayer(layer.sliding_window)
     if type(layer) in (DynamicLayer, DummyLayer):
         return layer

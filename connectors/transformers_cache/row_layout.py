@@ -83,7 +83,10 @@ class RowLayout:
             view.copy_(self._by_block(tensor))
 
     def read(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
-        """Copy *rows* into the blocks' keys and values in *layers*. The arguments are those of `write`."""
+        """Copy blocks from *rows*, a CPU tensor of bytes with one row for each block, into the tensors of *layers*.
+
+        *layers* has an entry for each layer with keys and values of its own, on any device.
+        """
         for view, tensor in self._views(rows, layers):
             self._by_block(tensor).copy_(view)
 

@@ -68,7 +68,10 @@ class WatchedPasses:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def token_ids(self) -> list[int]:
-        """Return the tokens whose keys and values are in the cache, up to the pass at which the sequence was closed."""
+        """Return the ids of the tokens in the cache that may be stored.
+
+        They end before the first forward pass that failed, or whose keys and values depend on more than token ids.
+        """
         self._close_at_other_positions()
         if self._running is not None or self._cache.get_seq_length() > self._num_known:
             self._close(min(self._num_known, self._cache.get_seq_length()), "the last pass failed or was not seen")
@@ -164,15 +167,16 @@ class WatchedPasses:
         return None
 
     def _is_looked_at_later(self, start: int, num_tokens: int) -> bool:
-        """Return whether a pass computes a single generated token, whose position is checked later, see `_Pass`."""
+        # True for a pass of a single generated token, see `_Pass.positions`.
         return num_tokens == 1 and start >= len(self._prompt_ids)
 
     def _close_or_refuse(self, start: int, why: str) -> None:
-        """Close the sequence at *start*. If a prefix was loaded and the pass computes the prompt, raise ValueError."""
+        # After a loaded prefix, the rest of the prompt must be computed in the same way as the prefix.
         if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
             raise ValueError(
-                f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed, but this "
-                f"pass would compute them differently: {why}; give generate another cache"
+                f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed (with the "
+                f"model's own mask, positions and dtype), but this pass would compute them differently: {why}; use "
+                "another cache for this call of generate()"
             )
         self._close(start, why)
 
@@ -198,7 +202,6 @@ class WatchedPasses:
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
-    """Raise ValueError for padding, and for a tensor argument that is not in `_HARMLESS`."""
     for name, value in given.items():
         if name not in _HARMLESS and name not in _CACHES and _has_tensor(value):
             raise ValueError(

@@ -41,7 +41,7 @@ class Counts:
 
 
 def unstored_name(why: Unstored) -> str:
-    """Return the name in `COUNT_NAMES` of the count of unstored blocks with the reason *why*."""
+    """Return the key in `Counts.take` for the number of blocks that were not stored for the reason *why*."""
     return f"{UNSTORED} {why}"
 
 

@@ -76,7 +76,10 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens after which the request could continue now: `start`, or more with verified blocks."""
+        """Number of leading tokens that vLLM need not compute if the request continues now.
+
+        vLLM itself has the first `start` of them. The others are covered by loaded blocks that match their digests.
+        """
         return max(self.start, longest_hit(self.end, self._where.groups, self._first_hole))
 
     def slots_of(self, group_id: int, blocks: Sequence[int]) -> list[int | None]:

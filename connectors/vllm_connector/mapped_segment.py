@@ -67,8 +67,8 @@ class MappedSegment:
         """Create an object that maps nothing yet.
 
         *block_bytes* has the size of a block of each group. *wait_ended* waits for a limited time until a session has
-        ended, and returns whether it has. If *wait_ended* is None, the segment of a new sidecar process is mapped only
-        when it is passed to `want`.
+        ended, and returns whether it has. When it has, the segment of the next sidecar process is mapped in advance. If
+        *wait_ended* is None, segments are mapped only when they are passed to `want`.
         """
         self._block_bytes = block_bytes
         self._clock = clock
@@ -116,7 +116,7 @@ class MappedSegment:
         return slabs[group_id].blocks
 
     def close(self) -> None:
-        """End the thread and unmap all segments."""
+        """Stop mapping segments, and unmap the one in use and the next one, if it is already mapped."""
         self._is_closing.set()
         self._give_up()  # also ends the thread's wait
         if self._thread is not None:
@@ -134,11 +134,8 @@ class MappedSegment:
         return self._thread is not None and self._thread.is_alive()
 
     def _take(self, boot: bytes) -> None:
-        """Use the segment that the thread has mapped, if it belongs to the sidecar process *boot*.
-
-        The previous segment is unmapped. This is safe, because the scheduler's half asks for another segment only after
-        all copies to and from the previous one have ended.
-        """
+        # Unmapping the previous segment is safe, because the connector's scheduler half asks for another segment only
+        # after all copies to and from the previous one have ended.
         with self._lock:
             if self._come is None or self._come.boot != boot:
                 return

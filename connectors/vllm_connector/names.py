@@ -28,11 +28,14 @@ class RequestNames:
         self._names: list[BlockName] = []
 
     def num_blocks(self, block_size: int) -> int:
-        """Return how many blocks of *block_size* tokens have a name."""
+        """Return how many blocks of *block_size* tokens have a name so far: those that vLLM has hashed completely."""
         return len(self._request.block_hashes) * self._hash_tokens // block_size
 
     def of(self, block_size: int, start: int, end: int) -> Sequence[BlockName]:
-        """Return the names of blocks *start* to before *end* of *block_size* tokens. All of them must have a name."""
+        """Return the names of the request's blocks *start* to *end* - 1, which must have names.
+
+        A block has *block_size* tokens.
+        """
         step = block_size // self._hash_tokens
         for block_hash in self._request.block_hashes[len(self._names) : end * step]:
             running = self._start.copy()

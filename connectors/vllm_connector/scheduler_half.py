@@ -44,7 +44,7 @@ class SchedulerHalf:
     side: SchedulerSide
 
     def __init__(self) -> None:
-        """Create the half without its `side`. Call `attach` before any other method."""
+        """Create the object without its `SchedulerSide`. Call `attach` before any other method."""
         self.guard = Guard(self._give_up)
         self._has_news = threading.Condition(self.guard.lock)
         self._is_closing = threading.Event()
@@ -54,7 +54,7 @@ class SchedulerHalf:
     def attach(
         self, side: SchedulerSide, tiers: SidecarTiers, transfers: TransferEngine, end_threads: Callable[[], None]
     ) -> None:
-        """Set the scheduler side and start the listener.
+        """Set the scheduler side, and start the thread that polls for the sidecar's messages.
 
         *end_threads* ends the threads that compute digests and wait for the sidecar; `close` calls it.
         """
@@ -88,7 +88,10 @@ class SchedulerHalf:
             self.guard.run_always(self._poll, None)
 
     def on_digests(self, tell: Callable[[], None]) -> None:
-        """Call *tell*, which processes digests, under the guard's lock. The thread that computed them calls this."""
+        """Call *tell*, a function that processes new digests, under the connector's lock.
+
+        The threads that compute digests call this.
+        """
 
         def take_in() -> None:
             tell()
@@ -97,7 +100,7 @@ class SchedulerHalf:
         self.guard.run_always(take_in, None)
 
     def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
-        """See `SchedulerSide.num_matched`."""
+        """Return how many tokens after the first *num_computed* will be loaded, or None if vLLM must ask again."""
         if not self._has_polled:
             self._has_polled = True
             self._poll()
@@ -109,7 +112,11 @@ class SchedulerHalf:
         pages_of: Callable[[str], Pages | None],
         overwritten: Collection[int] = (),
     ) -> StepWork:
-        """See `SchedulerSide.step`."""
+        """Return the copies that workers must make in a step.
+
+        *num_scheduled* has the number of tokens that vLLM computes for each request. *pages_of* returns the current
+        pages of a request. vLLM may change the *overwritten* pages before the workers can copy them.
+        """
         self._has_polled = False
         if not num_scheduled and self.side.is_waiting:
             self._has_news.wait(EMPTY_STEP_S)  # releases the lock, so that other threads can process answers

@@ -174,7 +174,7 @@ class SchedulerSide:
         self._refresh(tracked, end)
 
     def on_plan_failed(self, pages: Pages) -> None:
-        """Plan to report to vLLM that none of *pages* could be loaded, because `on_allocated` has failed."""
+        """Record that none of *pages* could be loaded, because `on_allocated` failed. The next step tells vLLM."""
         self._next.unloadable_pages += [page for ids in pages for page in ids if page != NULL_PAGE]
 
     def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
@@ -219,7 +219,7 @@ class SchedulerSide:
         return work
 
     def salvaged(self) -> StepWork:
-        """Return the work for a step for which `step` raised an error. It reports all planned loads as failed."""
+        """Return work for workers after `step` has failed: copy nothing, and report all planned loads as failed."""
         gathered, self._next = self._next, _Next()
         for load in gathered.loaded:
             load.release()
@@ -299,7 +299,7 @@ class SchedulerSide:
         return not self._tiers.is_attached or self._tiers.clear()
 
     def give_up(self) -> None:
-        """Release all loads that no worker is copying, and count an internal error."""
+        """Cancel all loads for which vLLM has not allocated pages yet, and count an internal error."""
         for tracked in self._requests.values():
             self._drop(tracked)
         self.counts.errors += 1
@@ -390,7 +390,7 @@ class SchedulerSide:
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
-        """Plan to copy tokens *start* to before *end*, which were reported as a hit, into *pages* in the next step."""
+        """Plan the load of tokens *start* to *end* - 1, part of a reported hit, into *pages* in the next step."""
         load, gathered = tracked.load, self._next
         for group_id, group in enumerate(self._groups):
             size, ids = group.block_size, pages[group_id]
@@ -409,9 +409,9 @@ class SchedulerSide:
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: TrackedRequest, end: int) -> None:
-        """Mark the blocks that the request needs to continue at *end* as recently used, in reverse order.
+        """Mark as recently used the blocks that the request needs to continue at *end*.
 
-        So the first block is evicted last.
+        They are marked in reverse order, so that the first block is evicted last.
         """
         if tracked.names is None:
             return
@@ -424,7 +424,10 @@ class SchedulerSide:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
     def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
-        """Return copies of the blocks that the previous step computed, and of earlier blocks that got no slot yet."""
+        """Reserve host slots for the blocks that the previous step computed, and return the copies into these slots.
+
+        Earlier blocks of the same requests are included if they got no slot yet.
+        """
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
         why_unstored = self._why_unstored(is_storing)
@@ -467,7 +470,7 @@ class SchedulerSide:
         return None if self.is_mapped else Unstored.UNMAPPED
 
     def _follow(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> None:
-        """Update the tainted pages for the tokens that a step computes, see `Taint`."""
+        """Record which pages will hold wrong bytes after this step, because of failed loads."""
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is None or (placement := tracked.placement) is None:
@@ -484,8 +487,8 @@ class SchedulerSide:
     def _end_placement(self, tracked: TrackedRequest) -> None:
         """Stop tracking the request's pages, because vLLM takes them back.
 
-        The placement is kept in `_past` until the workers have reported on all steps so far, because a report may say
-        that one of the request's pages was not loaded.
+        `_past` keeps a record of the pages until the workers have reported on all steps so far. A report may still say
+        that one of these pages was not loaded.
         """
         if tracked.placement is not None and self._unreported:
             self._past.append(tracked.placement)

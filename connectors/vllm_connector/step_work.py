@@ -20,7 +20,7 @@ class Segment:
     """The shared memory of one sidecar process, which contains the host slots.
 
     *boot* identifies the process. Workers connect to the Unix socket *path* to map the memory. *hello* is the message
-    with which the scheduler's half attached to the sidecar. It has the engine's id, which workers send, too.
+    with which vLLM's scheduler process attached to the sidecar. It has the engine's id, which workers send, too.
     """
 
     boot: bytes
@@ -30,10 +30,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The copies that workers make in one step.
+    """The copies that workers make in one step between vLLM's pages and the host slots.
 
-    The slots are in the segment that all workers have reported as mapped. *stores* copies the previous step's blocks to
-    slots, before any page is written. *loads* copies blocks to pages, before the step's forward pass. The workers
+    *stores* copies the previous step's blocks to slots, before any page is written. *loads* copies blocks to pages,
+    before the step's forward pass. All slots are in shared memory that every worker has mapped already. The workers
     report to vLLM that *unloadable_pages* could not be loaded.
     """
 

@@ -52,7 +52,7 @@ class _Copied:
 
 @dataclass(slots=True)
 class _Digested:
-    """The blocks of one group and step whose digests are being computed, as rows of consecutive blocks."""
+    """Blocks of one group that workers have copied, while their digests are being computed."""
 
     rows: Sequence[_Copied]
     slots: list[int]  # of all rows
@@ -129,10 +129,10 @@ class Stores:
         )
 
     def discard(self, placement: Placement) -> None:
-        """Discard blocks that are being copied from *placement*, if they were computed from tainted pages.
+        """Discard blocks that are being copied from a request's pages, if they depend on a page whose load failed.
 
-        Their slots are given back once the workers have done the step. Once vLLM has computed the blocks anew, they are
-        offered again.
+        Their host slots are given back once the workers have ended the copies. The blocks are stored later, when vLLM
+        has computed them anew.
         """
         for row in (row for rows in self._copying.values() for row in rows if row.placement is placement):
             end = (row.first + len(row.names)) * self._groups[row.group_id].block_size
@@ -199,10 +199,10 @@ class Stores:
         return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
 
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
-        """Compute the digests of one step's blocks, then publish all of these blocks together.
+        """Compute the digests of one step's blocks, then publish all of these blocks in one message.
 
-        If each row were published alone, the sidecar would send more answers. Each answer wakes a thread of this
-        process, which takes the GIL from vLLM's current step.
+        Several messages would bring more answers from the sidecar. Each answer wakes a thread of this process, which
+        takes the GIL from vLLM's current step.
         """
         slots = [slot for row in rows for slot in row.slots]
         digested = _Digested(rows, slots, [b""] * len(slots))

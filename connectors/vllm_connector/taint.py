@@ -15,7 +15,7 @@ class Placement:
     num_good: int | None = None  # tokens before the first tainted page; None if no page is tainted
 
     def limit(self, num_tokens: int) -> int:
-        """Return how many of the first *num_tokens* tokens were computed from good pages only."""
+        """Return how many of the first *num_tokens* tokens do not depend on a page whose load failed."""
         return num_tokens if self.num_good is None else min(num_tokens, self.num_good)
 
 
@@ -33,14 +33,14 @@ class Taint:
 
     @property
     def is_empty(self) -> bool:
-        """True if no page is tainted."""
+        """True if no page is marked as holding wrong bytes."""
         return not self._pages
 
     def place(self, pages: Pages, num_cached: int) -> Placement:
-        """Return the placement of a request to which vLLM has just allocated *pages*.
+        """Return a record of the *pages* that vLLM has just allocated to a request.
 
-        The pages of the first *num_cached* tokens come from vLLM's own cache, and may be tainted. The remaining pages
-        will be loaded or computed, so they are not tainted any more.
+        The pages of the first *num_cached* tokens come from vLLM's own cache. Some of them may hold wrong bytes because
+        a load failed. The remaining pages will be loaded or computed, so they are no longer marked as wrong.
         """
         placement = Placement(pages)
         if self._pages:
@@ -50,7 +50,11 @@ class Taint:
         return placement
 
     def on_computed(self, placement: Placement, start: int, end: int) -> None:
-        """Update the tainted pages for a step that computes a request's tokens *start* to before *end*."""
+        """Update which pages are marked as wrong, for a step that computes a request's tokens *start* to *end* - 1.
+
+        If these tokens depend on a page with wrong bytes, their pages are marked too. Otherwise, the marks of the
+        request's full pages before *end* are removed.
+        """
         if placement.num_good is not None and placement.num_good < start:
             self._taint_rest(placement)
             return
@@ -60,10 +64,12 @@ class Taint:
                 self._pages.difference_update(ids[: end // size])
 
     def spread(self, unloaded: Iterable[int], placements: Sequence[Placement]) -> list[Placement]:
-        """Taint the *unloaded* pages, and all pages of *placements* that were computed from them.
+        """Mark as wrong the *unloaded* pages, whose load failed, and the pages that requests computed from them.
+
+        *placements* has each request's pages.
 
         Returns:
-            The placements that have fewer good tokens than before.
+            The placements of the requests that now have fewer tokens with right bytes.
         """
         self._pages.update(unloaded)
         affected: dict[Placement, None] = {}
@@ -81,7 +87,7 @@ class Taint:
         return True
 
     def _first_tainted(self, placement: Placement) -> int | None:
-        """Return the index of the request's first token that is in a tainted page, or None if there is none."""
+        """Return the index of the request's first token in a page with wrong bytes, or None if there is none."""
         firsts = [
             block * size
             for size, ids in zip(self._sizes, placement.pages, strict=True)
@@ -91,7 +97,6 @@ class Taint:
         return min(firsts, default=None)
 
     def _taint_rest(self, placement: Placement) -> None:
-        """Taint all pages of the placement after its good tokens."""
         assert placement.num_good is not None
         for size, ids in zip(self._sizes, placement.pages, strict=True):
             self._pages.update(page for page in ids[placement.num_good // size :] if page != NULL_PAGE)

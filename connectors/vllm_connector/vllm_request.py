@@ -56,9 +56,9 @@ class VllmStep(Protocol):
 
 
 def overwritten_pages(step: VllmStep) -> set[int]:
-    """Return the pages that vLLM may overwrite in a step before it calls the connector in the worker.
+    """Return the pages that vLLM zeroes or copies over in a step, which it may do before the worker stores them.
 
-    vLLM's newer model runner overwrites these pages before it calls the connector, the older one afterwards.
+    vLLM's newer model runner does so before it calls the connector in the worker, the older one afterwards.
     """
     copies = step.kv_cache_block_copies or ()
     return {*(step.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)}

@@ -60,10 +60,10 @@ class PageCopies:
         self._pages_per_chunk = tensors[0].chunks.shape[1]
 
     def store(self, pages: PageIds, chunks: Ids) -> int:
-        """Copy the pages of a job to its chunks, and return the number of bytes copied.
+        """Copy *pages* of the KV cache to *chunks* of the host pool, and return the number of bytes copied.
 
         Raises:
-            ValueError: If the job has a wrong number of ids. Nothing is copied then.
+            ValueError: If the number of groups, pages or chunks is wrong. Nothing is copied then.
             IndexError: If an id does not exist.
         """
         from_pages, to_chunks = self._pairs(pages, chunks)
@@ -71,7 +71,10 @@ class PageCopies:
         return sum(page.nbytes for page in from_pages)
 
     def load(self, pages: PageIds, chunks: Ids) -> int:
-        """Copy the chunks of a job to its pages, and return the number of bytes copied. Raises as `store` does."""
+        """Copy *chunks* of the host pool to *pages* of the KV cache, and return the number of bytes copied.
+
+        Raises as `store` does.
+        """
         to_pages, from_chunks = self._pairs(pages, chunks)
         copy_pages(to_pages, from_chunks)
         return sum(page.nbytes for page in to_pages)

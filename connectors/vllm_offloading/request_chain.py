@@ -35,9 +35,10 @@ class RequestChain:
         return list(self._groups.values())
 
     def see(self, end_tokens: Mapping[bytes, int]) -> None:
-        """Add the keys of blocks that are new since the last call.
+        """Add the keys of the request's blocks that are new since the last call.
 
-        *end_tokens* has all keys of the request so far, oldest first. Keys of a group are in the order of the prompt.
+        *end_tokens* has, by key, the token position at which each block of the request ends. Only the keys are used.
+        The oldest key comes first, and the keys of a group are in the order of the prompt.
         """
         if len(end_tokens) == len(self._places):
             return

@@ -57,7 +57,7 @@ class RowJobs:
         return self._disk.are_held([self._name(key) for key in keys], group_of(keys[0])) if keys else []
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to read blocks from disk into the rows *chunk_ids* of the pool, and mark the blocks as just used."""
+        """Begin to read blocks from disk into chunks of vLLM's host pool, and mark the blocks as just used."""
         rows = [self._row(key, chunk_id, None) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._tell_end(job_id, True, keys, {}, self._disk.load(rows))
         self._disk.touch(rows)
@@ -65,7 +65,7 @@ class RowJobs:
     def store(
         self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int], parents: Mapping[bytes, bytes | None]
     ) -> None:
-        """Begin to write the blocks in the rows *chunk_ids* of the pool to disk. *keys* are in prefix order.
+        """Begin to write the blocks in the chunks *chunk_ids* of vLLM's host pool to disk. *keys* are in prefix order.
 
         *parents* has, for each key, the key of the block before it.
         """
@@ -79,8 +79,8 @@ class RowJobs:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark these blocks as just used, so that they are evicted later. *keys* are of one group, in prefix order.
 
-        A block is never evicted before the blocks that follow it in the prompt. So only the last block that is on disk
-        needs the mark.
+        It is enough to mark the last of them that is on disk, because a block is never evicted before the blocks that
+        follow it in the prompt.
         """
         held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
@@ -91,7 +91,7 @@ class RowJobs:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all jobs have ended, so that no row is in use. Return False on timeout."""
+        """Wait until all jobs have ended, so that none uses vLLM's host pool. Return False on timeout."""
         return self._disk.drain(timeout_s)
 
     def close(self) -> None:

@@ -41,13 +41,13 @@ class Holes:
             self._parents.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all unstored blocks, so that none is offered to the disk again."""
         self._parents.clear()
 
     def take(self) -> Mapping[bytes, bytes | None]:
-        """Remove and return a few blocks to offer again, each with the key of the block before it.
+        """Remove and return a few blocks for another attempt to store them, each with the key of the block before it.
 
-        During the pause between two offers, the result is empty.
+        The result is empty during the pause after an attempt.
         """
         if not self._parents or self._clock() < self._next_at:
             return {}
@@ -87,7 +87,7 @@ class TierSide:
         return self._jobs.holds(key)
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
-        """Begin to read blocks from disk into the rows *chunk_ids* of the pool."""
+        """Begin to read blocks from disk into the chunks *chunk_ids* of vLLM's host pool."""
         self._jobs.load(job_id, keys, chunk_ids)
 
     def store(
@@ -98,7 +98,7 @@ class TierSide:
         parents: Mapping[bytes, bytes | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
-        """Begin to write the blocks in the rows *chunk_ids* of the pool to disk, in the order of the prompt.
+        """Begin to write the blocks in the chunks *chunk_ids* of vLLM's host pool to disk, in the order of the prompt.
 
         *parents* has, for each key, the key of the block before it. *end_tokens* has the position at which each block
         ends in the prompt.
@@ -145,7 +145,10 @@ class TierSide:
         return {key: parent for key, parent in holes.items() if key in absent}
 
     def put_back(self, holes: Mapping[bytes, bytes | None]) -> None:
-        """Keep these blocks from `take_unstored` for later, because they cannot be offered now."""
+        """Take back blocks that `take_unstored` returned but that cannot be stored yet, so that it returns them again.
+
+        *holes* has, for the key of each block, the key of the block before it.
+        """
         for key, parent in holes.items():
             self._holes.add(key, parent)
 
@@ -167,7 +170,7 @@ class TierSide:
         self._holes.clear()
 
     def drain(self) -> bool:
-        """Wait until all jobs have ended, so that no row is in use.
+        """Wait until all jobs have ended, so that none uses vLLM's host pool.
 
         Returns:
             False if this takes longer than *longest_job_s*. The disk is then closed, and lookups find no block.

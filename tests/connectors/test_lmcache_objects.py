@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvtier.connectors.disk_below.open import open_disk_below
-from kvtier.connectors.lmcache_l2.known_lmcache import ABSTRACT, UnsupportedEngine, check_lmcache
-from kvtier.connectors.lmcache_l2.object_names import KnownLayouts, layout_of, name_of, namespace_of
+from kvtier.connectors.lmcache_l2.object_names import (
+    ABSTRACT,
+    KnownLayouts,
+    UnsupportedEngine,
+    check_lmcache,
+    layout_of,
+    name_of,
+    namespace_of,
+)
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk, Outcomes, settings_of
 
 FAR_S = 60.0

@@ -39,7 +39,7 @@ class Readable(Protocol):
         """Circuit breaker of the tier's reads. While it is closed, the tier is believed to be readable."""
 
     def key(self, group_id: int, name: BlockName) -> bytes:
-        """Return the key of a block."""
+        """Return the key under which this tier stores the block."""
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read the block of each key into the memory at the same index of *blocks*, and verify it.
@@ -62,7 +62,7 @@ class ReadSource(Readable, Protocol):
         """Which tier this is."""
 
     def on_hung(self, group_id: int, name: BlockName) -> None:
-        """Handle a read of the block that has been declared hung."""
+        """Handle a block whose read has been declared hung."""
 
     def on_come(self, group_id: int, slots: Sequence[int], is_late: bool) -> None:
         """Handle blocks that were read into these host slots and were not in host memory before.
@@ -129,7 +129,7 @@ class Waiter(Protocol):
     """A fetch that waits for blocks to be read."""
 
     def on_read(self, place: int, block_read: BlockRead, failure: Reason | None) -> None:
-        """Handle the end of a read that this fetch waited for.
+        """Handle the end of the read of one of this fetch's blocks.
 
         *place* is the block's index in the fetch. *failure* is None if the block is in host memory now.
         """
@@ -198,13 +198,17 @@ class Reads:
         for place in places:
             name = blocks.names[place]
             block_read = under_way.get(name)
+            is_new = block_read is None
             if block_read is None:
                 origin = Origin(blocks.parents[place], blocks.tenant)
                 under_way[name] = block_read = BlockRead(group_id, name, origin, self._source.tier)
-                self._put(block_read, now)
-            elif now and block_read in self._wanted_later:
-                del self._wanted_later[block_read]
-                self._put(block_read, now)
+            is_later = block_read in self._wanted_later
+            if now and (is_new or is_later):
+                self._wanted_later.pop(block_read, None)
+                self._wanted_now[block_read] = None
+                self._num_wanted_now[group_id] += 1
+            elif is_new:
+                self._wanted_later[block_read] = None
             block_read.waiters[waiter] = place
             block_reads[place] = block_read
         return block_reads
@@ -245,8 +249,8 @@ class Reads:
         """Declare all reads in flight hung, because a request's deadline has passed. Queued reads then fail too.
 
         Otherwise every later request would wait just as long. The hung reads are reported to the tier's circuit
-        breaker, except while finished transfers wait to be processed. These reads may be among them, which would mean
-        that the tiers' thread is late rather than the tier.
+        breaker. Exception: while finished transfers wait to be processed, nothing is reported, because these reads
+        may have ended in time.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
@@ -283,10 +287,6 @@ class Reads:
         )
         num_now = [sum(block_read.group_id == i for block_read in self._wanted_now) for i in range(len(self._memories))]
         assert num_now == self._num_wanted_now, "the count of queued reads that are wanted now is wrong"
-
-    def _put(self, block_read: BlockRead, now: bool) -> None:
-        (self._wanted_now if now else self._wanted_later)[block_read] = None
-        self._num_wanted_now[block_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[BlockRead, None]) -> bool:
         """Submit one batch from the front of the queue, with blocks of one attention group.
@@ -363,7 +363,10 @@ class Reads:
                 self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[BlockRead, bytes]], is_late: bool) -> None:
-        """Make blocks findable in host memory. *landed* holds each block that was read, with its digest."""
+        """Make blocks findable in host memory. *landed* holds each block that was read, with its digest.
+
+        *is_late* says whether their read had been declared hung.
+        """
         if not landed:
             return
         block_reads, digests = [block_read for block_read, _ in landed], [digest for _, digest in landed]
@@ -396,7 +399,11 @@ class ColdReads:
         self._reads = reads
 
     def join(self, group_id: int, blocks: NamedBlocks, places: Ids, waiter: Waiter, now: bool) -> dict[int, BlockRead]:
-        """Queue reads as `Reads.join` does. Blocks that no tier can provide are missing from the result."""
+        """Queue reads of the blocks with the indices *places*, and return the read of each index.
+
+        *waiter* is notified when each read ends. If *now*, the reads are queued ahead of all prefetches. Blocks that no
+        tier can provide are missing from the result.
+        """
         joined: dict[int, BlockRead] = {}
         for tier, chosen in self._by_tier(group_id, blocks, places):
             joined |= self._reads[tier].join(group_id, blocks, chosen.tolist(), waiter, now)

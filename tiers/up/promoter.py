@@ -63,10 +63,10 @@ class Hits:
         ]
 
     def below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """Return for each group where the lower tiers hold *blocks* of the hit. No block may be on the device.
+        """Return the places of *blocks* of the hit in the lower tiers, for each group. No block may be on the device.
 
-        The place is NOWHERE for a block that has left the lower tiers since the lookup. Callers treat such a block as
-        one on disk.
+        The place is NOWHERE for a block that has left the lower tiers since the lookup. Callers need not check for
+        this: they load the block as if it were on disk, and the load fails.
         """
         if hit.as_of == self._residency.num_changes:
             return [
@@ -88,14 +88,15 @@ class Hits:
         return self.shorter(replace(hit, start=0), end)
 
     def computed(self, hit: Hit) -> range:
-        """Return the blocks that the request of a split hit computes, because they are not on the device.
+        """Return the cached blocks that the request computes itself while the rest of a split hit is loaded.
 
-        The result is a range of indices of the chain's names.
+        These are the blocks before `Hit.start` that are not on the device. The result is a range of indices of
+        `hit.chain.names`. It is empty if the hit is not split.
         """
         return range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size) if hit.start else range(0)
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """Shorten the hit to at most *num_tokens* tokens, but keep the start of a split hit.
+        """Shorten the hit to at most *num_tokens* tokens, but not to fewer than `Hit.start` tokens.
 
         A hit that becomes shorter loses its partial block.
         """
@@ -134,7 +135,10 @@ class Hits:
         return replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
 
     def fitting(self, hit: Hit) -> tuple[Hit, list[npt.NDArray[np.int32]]]:
-        """Shorten the hit until the device has enough slots for it; return the hit and its `slots_from_start`."""
+        """Shorten the hit until the device has enough slots for it.
+
+        Returns the hit, and for each attention group the device slots of the blocks from `Hit.start` on, or ABSENT.
+        """
         slots = self.slots_from_start(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
             misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
@@ -219,8 +223,9 @@ class Hits:
         return coming
 
     def _to_move(self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places) -> list[npt.NDArray[np.int64]]:
-        """Return for each route of `LOADS` how many bytes of each block to copy. No block may be on the device."""
+        """Return for each route (pair of tiers) in `LOADS` how many bytes it must copy of each of the blocks *ids*."""
         is_remote = below == ON_REMOTE
+        # The blocks are not on the device, so the last route copies all of them.
         are_moved = [(below < 0) & ~is_remote, is_remote, np.ones(len(ids), np.bool_)]
         # Blocks that are being loaded are among the queued bytes already. Here they count 1 byte each, so that the
         # plan includes the wait for the queue.
@@ -263,7 +268,7 @@ class Refreshes:
         self._waiting: deque[_Refresh] = deque(maxlen=MAX_WAITING)
 
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
-        """Queue blocks of a group that were used.
+        """Record that *blocks* of a group were used. `go_on` later makes them the most recent ones in the lower tiers.
 
         *from_disk* has a byte for each name of the chain: 1 if the block came from disk, else 0. It is empty if no
         block came from disk. The use of blocks from disk is also recorded on disk.
@@ -272,7 +277,7 @@ class Refreshes:
             self._waiting.append(_Refresh(chain, group, blocks, from_disk))
 
     def go_on(self) -> None:
-        """Make up to `REFRESH_PART` queued blocks the most recent ones."""
+        """Mark up to `REFRESH_PART` blocks from the queue as the most recently used ones in the lower tiers."""
         num_left = REFRESH_PART
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
@@ -342,7 +347,13 @@ class Promoter:
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
         if promotion.waiting or any(map(len, blocks)):  # otherwise all blocks are on the device
-            self._wait_for(promotion, hit, blocks)
+            below = self.hits.below(hit, blocks)
+            self._backlogs.add(promotion, blocks, below)
+            self._note_depths(promotion, blocks, below)
+            self._waiting.add(promotion)
+            is_all_to_come = not promotion.waiting and not hit.start
+            if self._by_layers and is_all_to_come and all((places >= 0).all() for places in below):
+                self._kept_back[promotion] = []
         if hit.partial is not None:
             self._copy_partial(promotion, hit.partial, window)
         if promotion in self._waiting:
@@ -363,7 +374,10 @@ class Promoter:
         self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
-        """Start copies of queued blocks, and end promotions whose deadline has passed."""
+        """Start to load queued blocks to the device, and end promotions whose deadline has passed.
+
+        *window* limits the search for clean blocks to evict; see `GroupSlots.take`.
+        """
         self._residency.lower.poll()
         if self._waiting:
             self._start_more(window)
@@ -407,15 +421,19 @@ class Promoter:
         self._uploads.on_lane_hung()
 
     def on_released(self, promotion: Promotion) -> None:
-        """Make the beginning of a split prefix more recent than its rest, so that the rest is evicted first.
+        """Refresh the device blocks of a split hit, so that its last block is evicted first and its first block last.
 
-        Call this if the promotion's leases end before the caller has computed the beginning.
+        Call this after releasing the promotion's leases, if the request has not computed the blocks before
+        `Promotion.start`. Does nothing if the hit is not split.
         """
         for group in self._groups if promotion.start else ():
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases on the group's device slots that are held by transfers, not by promotions."""
+        """Return how many of the group's blocks are being loaded. Each of these loads leases its target slot.
+
+        The leases of the promotions that wait for a block are not counted.
+        """
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
@@ -455,16 +473,6 @@ class Promoter:
                 absent = absent[~coming]
             missing.append(absent)
         return missing
-
-    def _wait_for(self, promotion: Promotion, hit: Hit, blocks: Sequence[BlockIds]) -> None:
-        """Queue *blocks*, which are not on the device or in flight, and record the tier that each block comes from."""
-        below = self.hits.below(hit, blocks)
-        self._backlogs.add(promotion, blocks, below)
-        self._note_depths(promotion, blocks, below)
-        self._waiting.add(promotion)
-        is_all_to_come = not promotion.waiting and not hit.start
-        if self._by_layers and is_all_to_come and all((places >= 0).all() for places in below):
-            self._kept_back[promotion] = []
 
     def _copy_partial(self, promotion: Promotion, partial: PartialHit, window: int) -> None:
         """Copy the block of a partial hit into a new slot of the request, in all groups or in none.
@@ -594,7 +602,7 @@ class Promoter:
             self._finish_if_arrived(promotion)
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
-        """Complete the promotion if it waits for no block: shorten it after failures, and hand over its leases."""
+        """Mark the promotion as done if it waits for no more blocks. If some have failed, shorten its prefix first."""
         if promotion.waiting or promotion.done or promotion in self._backlogs:
             return
         if promotion.failure is not None:
