@@ -116,9 +116,10 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="for a server without API keys: host name that clients may use in its URL, such as the name of a proxy; "
-        "*.NAME allows all names that end in .NAME; may be repeated; IP addresses and localhost are always allowed; a "
-        "server on a non-loopback address also allows names that cannot exist in public DNS (default: none)",
+        help="host name that clients may use in the server's URL, such as a proxy's name; *.NAME allows all names that "
+        "end in .NAME; may be repeated; IP addresses and localhost are always allowed; local names such as gpu7 or "
+        "gpu7.local are allowed unless --host is a loopback address; a server with API keys allows every name "
+        "(default: none)",
     )
 
 

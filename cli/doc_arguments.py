@@ -82,7 +82,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     _add_id(pin)
     how_long = pin.add_mutually_exclusive_group(required=True)
     how_long.add_argument("--ttl", type=_seconds, metavar="TIME", help="duration of the pin: 90s, 30m, 12h, 7d")
-    how_long.add_argument("--end", action="store_true", help="end the pin")
+    how_long.add_argument("--end", action="store_true", help="unpin the document now")
 
     rm = _action(actions, "rm", "delete documents; their blocks stay until they are evicted", "remove", "delete")
     rm.add_argument("ids", nargs="+", metavar="ID", help="the documents' ids")

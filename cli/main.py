@@ -213,7 +213,7 @@ def _add_top(commands: _Commands) -> None:
     top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"the sidecar's HTTP address (default: {url})")
     top.add_argument("--once", action="store_true", help="print one view and exit")
     top.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two views (default: 1)"
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="seconds between two updates (default: 1)"
     )
     top.add_argument(
         "--token-file", type=path, metavar="FILE", help="file with the sidecar's HTTP token (default: none)"
@@ -240,7 +240,9 @@ def _length(text: str) -> int:
 def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
     """Add the commands `help` and `version`, which do the same as the options `--help` and `--version`."""
     help_ = _add_word(commands, "help", "Prints the help of a command.")
-    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, such as store rm (default: none)")
+    help_.add_argument(
+        "command", nargs="*", metavar="COMMAND", help="command to explain, such as store rm (default: kvtier itself)"
+    )
     help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))
     told = _add_word(commands, "version", "Prints the version.")
     told.set_defaults(run=lambda _: parser.parse_args(["--version"]))

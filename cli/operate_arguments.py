@@ -27,7 +27,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
-    """Add `kvtier operate`, which calls *run*. `options.verb` is the name of the verb."""
+    """Add `kvtier operate`, which calls *run*. `options.verb` is the operator's command, such as "reset"."""
     operate = commands.add_parser(
         "operate",
         help="reset, evict, spill, pin, check or set the log level of a running server or sidecar",
@@ -65,14 +65,15 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     pin = _verb(verbs, "pin", "keep the cached blocks of a prompt in host memory")
     what = pin.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="FILE", help="UTF-8 text file; -: standard input (not for a sidecar)")
+    what.add_argument("--prompt", metavar="FILE", help="UTF-8 text file; -: standard input; sidecars need --token-ids")
     what.add_argument("--token-ids", metavar="FILE", help="a JSON array of token ids; -: standard input")
     pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="duration: 90s, 30m, 12h, 7d")
     pin.add_argument(
         "--model",
         type=utf8_text,
         metavar="NAME",
-        help="name of an adapter, or of a sidecar's model (default: the server's model)",
+        help="model or LoRA adapter whose requests use the prompt; for a sidecar, the model of an attached engine "
+        "(default: the server's model; a sidecar has no default)",
     )
     pin.add_argument(
         "--tenant", type=utf8_text, metavar="NAME", help="the tenant whose requests use the prompt (default: none)"

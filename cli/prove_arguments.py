@@ -48,7 +48,8 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--other-url",
         type=nonempty_text,
         metavar="URL",
-        help="URL of a second server that shares the cache and has another model of the same name (default: none)",
+        help="URL of a second server that shares the cache, and has a different model under the same name "
+        "(default: none)",
     )
     prove.add_argument(
         "--lengths",
@@ -71,15 +72,16 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--evict",
         type=_count,
         metavar="TOKENS",
-        help="before the second prompts of all pairs, evict cached blocks by sending other prompts of this many tokens;"
-        " to test a tier, give the total capacity of the faster tiers, including device memory (default: none)",
+        help="between the first and the second prompts of the pairs with shared prefixes, send other prompts of this "
+        "many tokens in total, to evict cached blocks; to test a tier, give the total capacity of the faster tiers, "
+        "including device memory (default: none)",
     )
     prove.add_argument(
         "--between",
         type=nonempty_text,
         metavar="COMMAND",
-        help="shell command to run before the second prompts of all pairs, such as one that restarts the server; the"
-        " test continues when the server answers (default: none)",
+        help="shell command to run between the first and the second prompts of the pairs with shared prefixes, for "
+        "example to restart the server; the test continues when the server answers (default: none)",
     )
     prove.add_argument(
         "--seed",

@@ -47,8 +47,8 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=utf8_text,
         metavar="ENDPOINT",
-        help="address where a server publishes KV events, tcp://HOST:PORT; once per URL, in the same order "
-        "(default: none)",
+        help="address where a server publishes KV events, tcp://HOST:PORT; give it once for each server, in "
+        "the order of the servers' URLs (default: none)",
     )
     route.add_argument(
         "--replay",
@@ -56,7 +56,8 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         default=[],
         type=utf8_text,
         metavar="ENDPOINT",
-        help="address from which the router can request missed events of a server; once per URL (default: none)",
+        help="address from which the router can request missed events of a server; give it once for each server, in "
+        "the order of the servers' URLs (default: none)",
     )
     route.add_argument(
         "--config", type=nonempty_text, metavar="FILE", help="a TOML file; options override it (default: none)"
@@ -80,7 +81,7 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
 def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     """Return the options that were given, as tables of `RouteConfig`.
 
-    Raises ValueError if `--events` or `--replay` is given, but not once for each URL.
+    Raises ValueError if the number of `--events` or `--replay` options is neither 0 nor the number of server URLs.
     """
     names = ("host", "port", "api_keys", "allowed_hosts", "log_format")
     given: dict[str, object] = {name: value for name in names if (value := getattr(options, name)) is not None}

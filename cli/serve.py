@@ -38,7 +38,7 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
-    if _asks_to_isolate(given) and keys is None:
+    if _asks_to_isolate(given) and keys is None:  # "strict" is also the default, which has no effect without keys
         raise ValueError(
             "--tenant-isolation strict: only API keys define tenants, and none are given; give --api-keys FILE"
         )
@@ -49,10 +49,6 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
 
 
 def _asks_to_isolate(given: Mapping[str, object]) -> bool:
-    """Return whether the command line has `--tenant-isolation strict`.
-
-    Without API keys, the option is an error. The default is strict too, but is then ignored.
-    """
     server = given.get("server")
     return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
 

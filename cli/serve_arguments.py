@@ -68,7 +68,7 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         dest="named_model",
         type=nonempty_text,
         metavar="MODEL",
-        help="the same as the argument MODEL (default: MODEL)",
+        help="another way to give the model (default: the argument MODEL)",
     )
     serve.add_argument(
         "--config",

@@ -165,7 +165,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Raise `Damaged` in place of errors inside `with` that show that the whole store is damaged."""
+    """Catch errors which show that the whole store is damaged, and raise `Damaged` instead."""
     try:
         yield
     except StoreLost as error:
@@ -205,7 +205,7 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """Return the first item of type *kind*. On a terminal, show the progress items that come before it."""
+    """Return the result, an item of type *kind* that ends *items*. On a terminal, show the progress before it."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())

@@ -291,7 +291,7 @@ class AsyncLLM:
             raise
 
     def remove_attendant(self, attendant: Attendant) -> None:
-        """Ask the engine's thread to end this attendant between two steps, and return at once."""
+        """Ask the engine's thread to end *attendant*, a task that it runs between steps, and return at once."""
         self._thread.put(lambda _: self._thread.remove_attendant(attendant))
 
     def statistics(self) -> EngineStatistics:

@@ -636,7 +636,7 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
 
 
 def _whole(path: str) -> str:
-    """Return the path of the list that holds the item at *path*."""
+    """Remove the index from the configuration path of a list item: "$.table.key[3]" becomes "$.table.key"."""
     return re.sub(r"\[\d+\]$", "", path)
 
 

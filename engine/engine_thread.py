@@ -51,10 +51,10 @@ class Attendant(Protocol):
     """A task that the engine's thread runs between steps. Only this thread calls its methods."""
 
     def tick(self) -> None:
-        """Do some of the work that is due. Called after every step, and about every 0.1 s while the engine is idle."""
+        """Do a part of this task's work. Called after every step, and about every 0.1 s while the engine is idle."""
 
     def end(self) -> None:
-        """Release everything that the task holds in the engine, such as pins. Called once, at the end."""
+        """Release everything in the engine that this object holds, such as pinned blocks. Called once, at the end."""
 
 
 class EngineThread:
@@ -104,7 +104,7 @@ class EngineThread:
 
     @property
     def has_begun(self) -> bool:
-        """True if the thread was started. If so, all three futures will be completed."""
+        """True if the thread was started. The thread will complete the futures `loaded`, `served` and `closed`."""
         return self._has_begun
 
     def start(self) -> None:
@@ -126,11 +126,11 @@ class EngineThread:
             refuse(why)
 
     def add_attendant(self, attendant: Attendant) -> None:
-        """Start to call the attendant between steps. Only the engine's thread may call this."""
+        """Add a task that runs between steps from now on. Only the engine's thread may call this."""
         self._attendants.append(attendant)
 
     def remove_attendant(self, attendant: Attendant) -> None:
-        """Stop calling the attendant, and call its `end`. Only the engine's thread may call this."""
+        """Remove a task that `add_attendant` added, and call its `end`. Only the engine's thread may call this."""
         self._attendants.remove(attendant)
         attendant.end()
 

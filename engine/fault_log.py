@@ -121,10 +121,10 @@ class FaultLog:
             log.warning("%s: corrupt blocks were found (%s); they will be recomputed", tier, causes)
 
     def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """Yield the last logged state of *thing* if a line must be logged now, and record *state* as logged.
+        """Yield the previously logged state of *thing* if its new *state* must be logged now. Otherwise yield nothing.
 
-        A line must be logged if the two states differ and the last line about *thing* is at least `QUIET_S` old.
-        *at_first* is the state that is assumed before the first line.
+        A state must be logged if it differs from the previous one, whose log line is at least `QUIET_S` seconds old.
+        Before the first log line, *at_first* is the previous state. States may be None, so this is an iterator.
         """
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # all states of a topic have one type
         now = self._clock()

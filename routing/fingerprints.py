@@ -58,7 +58,7 @@ class Fingerprints:
     def chain_array(
         self, before: Fingerprint, tokens: NDArray[np.unsignedinteger], block_size: int
     ) -> NDArray[np.uint64]:
-        """Return the result of `chain` as an array."""
+        """Return as an array the fingerprints after each full block of *tokens*; *before* is the one before them."""
         num_blocks = len(tokens) // block_size
         powers = self._powers.pop(block_size, None) or _Powers(block_size)
         self._powers[block_size] = powers  # the most recently used is last
@@ -76,7 +76,7 @@ class Fingerprints:
 
 
 class _Powers:
-    """The powers of `_BASE` for one block size, computed as far as they were requested."""
+    """A cache of the powers of `_BASE` for computing the fingerprints of prompts with blocks of one size."""
 
     def __init__(self, block_size: int) -> None:
         self._step = np.uint64(pow(_BASE, block_size, _WORD))
@@ -87,7 +87,7 @@ class _Powers:
         self._up = self._down = np.empty(0, dtype=np.uint64)
 
     def of(self, num_blocks: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the base's powers for 1 to *num_blocks* blocks, and the inverses of these powers."""
+        """Return `_BASE` ** (i * block_size) for i = 1 to *num_blocks*, and the inverses of these powers."""
         if num_blocks > len(self._up):
             room = max(256, 2 * num_blocks)
             self._up = np.cumprod(np.full(room, self._step), dtype=np.uint64)

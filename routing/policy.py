@@ -20,7 +20,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a replica."""
+    """The amount of unfinished work of a replica."""
 
     num_requests: int = 0  # requests whose answers are not complete
     num_waiting_tokens: int = 0  # prompt tokens of these requests that are still to be computed
@@ -55,10 +55,11 @@ class RoutingPolicy:
         self._config = config
 
     def choose(self, num_tokens: int, candidates: Sequence[Candidate], session: str | None = None) -> Choice | None:
-        """Return the best open candidate (`is_open`) for a prompt of *num_tokens* tokens, or None if none is open.
+        """Return the best of the candidates whose `is_open` is True; None if there is none.
 
-        *candidates* must be in the order of consistent hashing for this prompt: if costs are equal, the first one is
-        chosen. *session* names the replica that answered the conversation so far. It is None if this is unknown.
+        The prompt has *num_tokens* tokens. *candidates* must be in the order of consistent hashing for this prompt: if
+        costs are equal, the first one is chosen. *session* names the replica that answered the conversation so far. It
+        is None if this is unknown.
         """
         open_ones = [each for each in candidates if each.is_open]
         if not open_ones:

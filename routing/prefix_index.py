@@ -41,9 +41,10 @@ _BEST = [None, *(next(each for each in Standing if bits & each) for bits in rang
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The number of leading tokens of a prompt that a replica has cached, by `Standing`.
+    """The number of leading tokens of a prompt that a replica has cached, by tier.
 
-    Tokens that the replica has in several tiers count for the best of these tiers.
+    Tokens that the replica has in several tiers count for the best of these tiers. *expected* tokens were sent to the
+    replica in an earlier prompt, but no KV event has reported them yet.
     """
 
     device: int = 0
@@ -53,7 +54,7 @@ class Matched:
 
     @property
     def total(self) -> int:
-        """Number of tokens in all tiers, including expected tokens."""
+        """Number of tokens in all tiers, plus tokens sent to the replica that no KV event has reported yet."""
         return self.device + self.host + self.disk + self.expected
 
 
@@ -62,16 +63,15 @@ NOTHING = Matched()
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of a prompt that the same replicas have in the same tiers.
+    """Consecutive blocks of a prompt, *start* to *end* - 1, that the same replicas have in the same tiers.
 
-    The run has the blocks with the indexes from *start* to *end* - 1. Only some blocks of a long prompt are looked up.
-    *first* is the index of the run's first looked-up block, and *held* has this block's bits (see `Standing`) for all
-    replicas. A replica that does not have this block may still have some of the run's blocks before it.
+    Of a long prompt, only every n-th block is looked up. *first* is the first such block of the run. A replica without
+    this block may still have some of the run's earlier blocks, which were skipped.
     """
 
-    held: int
+    held: int  # where each replica has the looked-up blocks: four bits per replica, see `Standing`
     start: int
-    first: int
+    first: int  # the first block of the run that was looked up
     end: int
 
 
@@ -129,10 +129,11 @@ class PrefixIndex:
         del self._shifts[replica]
 
     def forget(self, replica: str) -> None:
-        """Forget the prefixes of a replica, but keep the hashes of its blocks.
+        """Forget which prefixes a replica has. The block hashes in its later events are still recognized.
 
-        Clearing the replica's bits from a million prefixes would take half a second, in which no request could be
-        routed. So the replica gets other bits, and each later event clears the old bits from some prefixes.
+        For each prefix, four bits say where the replica has it. Clearing them in a million prefixes would take half a
+        second, in which no request could be routed. So the replica gets four other bits, and each later event clears
+        the old ones in some prefixes.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)
@@ -184,7 +185,11 @@ class PrefixIndex:
         return {name: matched for name, matched in found.items() if matched.total}
 
     def _runs(self, prefixes: Sequence[Fingerprint]) -> list["_Run"]:
-        """Divide a prompt's blocks into runs. The last run ends at the first looked-up block that no replica has."""
+        """Divide a prompt's blocks into runs that the same replicas have in the same tiers.
+
+        Of a long prompt, only every n-th block is looked up. The last run ends with the first looked-up block that no
+        replica has.
+        """
         stride = 1 + len(prefixes) // MAX_LOOKED_UP
         lasts = [*range(stride - 1, len(prefixes), stride)]
         if prefixes and (not lasts or lasts[-1] < len(prefixes) - 1):
@@ -203,7 +208,10 @@ class PrefixIndex:
         return runs
 
     def _counted(self, prefixes: Prefixes, runs: Sequence["_Run"], shift: int) -> Matched:
-        """Return how much of a prompt one replica has. *shift* is the position of the replica's bits in each run."""
+        """Return how many leading tokens of a prompt one replica has, by tier.
+
+        *shift* is the position of the replica's four bits, see `Standing`.
+        """
         counts = dict.fromkeys(Standing, 0)
         for run in runs:
             standing = _BEST[run.held >> shift & _ALL]
@@ -243,12 +251,12 @@ class PrefixIndex:
             self._holders.pop(prefix, None)
 
     def _free_shift(self) -> int:
-        """Return the position of four free bits. The bits of a forgotten replica are free once they are cleared."""
+        """Return the position of four unused bits (see `Standing`): no replica has them, and no prefix has them set."""
         taken = self._retired | sum(_ALL << shift for shift in self._shifts.values())
         return next(shift for shift in count(0, _BITS) if not taken >> shift & _ALL)
 
     def _sweep(self) -> None:
-        """Clear the old bits of forgotten replicas from the next `SWEPT` prefixes."""
+        """Clear the old bits of forgotten replicas (see `forget`) in up to `SWEPT` more prefixes."""
         for prefix in self._unswept[-SWEPT:]:
             self._drop(prefix, self._retired)
         del self._unswept[-SWEPT:]
@@ -256,7 +264,6 @@ class PrefixIndex:
             self._retired = 0
 
     def _every(self, standing: Standing) -> int:
-        """Return a mask that has the bit of *standing* for every replica."""
         return sum(standing << shift for shift in self._shifts.values())
 
     def _name(self, event: BlockStored) -> None:

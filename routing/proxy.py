@@ -97,7 +97,7 @@ class Proxy:
         while (stop := self._next(way)) is not None:
             way.tried.add(stop.replica.name)
             if await self._answer(way, stop, send):
-                return
+                return  # otherwise, the next replica is tried
         if way.refusal is None:
             self._metrics.failures.labels("no_replica").inc()
             raise ApiError(503, "no replica answers; try again", code="no_replica", headers={"Retry-After": "1"})
@@ -138,10 +138,6 @@ class Proxy:
         return _Stop(self._router.replicas[routed.choice.name], num_computed)
 
     async def _answer(self, way: _Way, stop: _Stop, send: Send) -> bool:
-        """Send the request to a replica, and forward its answer. Return False if the next replica must be tried.
-
-        Raises ApiError if the replica does not answer and no other replica may be tried.
-        """
         replica = stop.replica
         with replica.working(stop.num_tokens) as work:
             try:
@@ -160,12 +156,11 @@ class Proxy:
                 return False
 
     def _give_up(self, way: _Way, replica: Replica, error: NoAnswer) -> None:
-        """Record that the replica did not answer. Raise ApiError if no other replica may be tried."""
         log.warning("replica %s did not answer: %s", replica.name, error.why)
         if not error.was_connected:
             self._router.mark_dead(replica.name)
         if error.why == "timeout" or (error.was_connected and not way.may_repeat):
-            self._metrics.failures.labels(error.why).inc()
+            self._metrics.failures.labels(error.why).inc()  # no other replica may be tried
             what = "did not answer in time" if error.why == "timeout" else "ended before it answered"
             raise replica_failed(what, 504 if error.why == "timeout" else 502)
         self._refused(way, replica, error.why)

@@ -174,9 +174,9 @@ class Router:
         return RoutedPrompt(length, [Prefixes(prefixes, TEXT_STEP / BYTES_PER_TOKEN)], first, question.session)
 
     def matched(self, prompt: RoutedPrompt) -> Mapping[str, Matched]:
-        """Return how much of the prompt each replica has.
+        """Return how much of the prompt each replica has cached. Replicas that have nothing of it are left out.
 
-        The prompt is looked up once with each of its *views*, and the result with the most tokens counts.
+        The prompt is looked up once for each block size that replicas use. A replica's longest match counts.
         """
         best: dict[str, Matched] = {}
         for view in prompt.views:
@@ -186,7 +186,7 @@ class Router:
         return best
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[str] = ()) -> Routed | None:
-        """Return the best open replica for the prompt that is not among *tried*, or None if there is none."""
+        """Return the best open replica for the prompt, except those in *tried*; None if no other replica is open."""
         matched = self.matched(prompt)
         candidates = [
             Candidate(name, matched.get(name, NOTHING), replica.load, replica.is_open and name not in tried)

@@ -61,7 +61,7 @@ def asking(tokenize: Mapping[str, object]) -> bytes:
 
 
 def client_key(who: str, salt: str | None) -> str:
-    """Return the name of a client in the cache, from the header with its credentials and the request's salt."""
+    """Return the string by which a `TokenCache` tells clients apart: the credentials header *who* and the *salt*."""
     return repr((who, salt))
 
 

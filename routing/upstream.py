@@ -119,7 +119,7 @@ async def _response(session: ClientSession, url: str, asked: Asked) -> ClientRes
     try:
         # The target must begin with a slash, or it would become part of the replica's address. It is sent unchanged.
         if not asked.target.startswith(b"/"):
-            raise ValueError("its target must be a path that begins with a slash")
+            raise ValueError("the request target must be a path that begins with a slash")
         target = URL(url + asked.target.decode("ascii"), encoded=True)
         headers = [(name.decode(), value.decode()) for name, value in asked.headers]
         body = BytesIO(asked.body) if asked.body else None

@@ -363,9 +363,9 @@ def _check_kept(messages: Sequence[Message], traits: TemplateTraits, text: str) 
 
 
 def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
-    """Yield the breakpoint at which *marked*, a rendering of the prompt *text*, has the marker `_HERE`.
+    """Yield a breakpoint at the marker `_HERE` in *marked*, the prompt rendered with this marker.
 
-    If the chat template has dropped the marker, there is no breakpoint.
+    *text* is the prompt rendered without it. If the chat template has dropped the marker, there is no breakpoint.
     """
     before, mark, _ = marked.partition(_HERE)
     if mark:

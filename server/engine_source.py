@@ -63,9 +63,10 @@ class EngineSource:
         return self._sampled(statistics, at, monotonic_s)
 
     async def own(self, group: str | None) -> Mapping[str, object]:
-        """Return the newest documents of the tenant *group*, and the slowest requests.
+        """Return what viewers of the tenant *group* get: its newest documents, and the server's slowest requests.
 
-        If tenants are isolated from each other, the requests are only those of *group*.
+        If tenants are isolated, only this tenant's own requests are included. On a server without API keys, the only
+        tenant is None.
         """
         service = self._service
         documents = service.documents.of(group)

@@ -163,7 +163,7 @@ class ServingApp:
                 prepared = statistics.host_prepared_bytes
                 if prepared != told:
                     told = prepared
-                    log.info("host memory: %d of %d MiB are prepared", prepared >> 20, host.capacity_bytes >> 20)
+                    log.info("host memory: %d of %d MiB are ready for use", prepared >> 20, host.capacity_bytes >> 20)
                 if prepared >= host.capacity_bytes:
                     return
                 await asyncio.sleep(_TELL_EVERY_S)

@@ -46,7 +46,7 @@ class Visit:
         self._turn_given.set()
 
     def send_away(self, refusal: Exception) -> None:
-        """End the visit by raising *refusal* in the task that answers the request."""
+        """Reject the request by raising *refusal* in the task that answers it."""
         if self.refusal is None and self.task is not None:
             self.refusal = refusal
             self.task.cancel()
@@ -91,7 +91,7 @@ class WaitingRoom:
         return sum(visit.num_completions for visit in self._visits)
 
     def share_among(self, num_tenants: int) -> None:
-        """Set the number of tenants that share the room."""
+        """Set the number of tenants among which the waiting room's capacity is divided."""
         self.share = FairShare(self.capacity, num_tenants)
 
     @contextmanager
@@ -101,7 +101,7 @@ class WaitingRoom:
         Within a tenant, a lower *priority* is more urgent.
 
         Raises:
-            RoomFull: If there is no room, or if the visit is rejected before its turn to make room for another tenant.
+            RoomFull: If the room is full, or if the request is rejected while it waits, in favor of another tenant.
             Exception: The error that was passed to `Visit.send_away`.
         """
         self._make_room(num_completions, tenant)
@@ -121,8 +121,9 @@ class WaitingRoom:
     def reject_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
         """Reject every request that the engine has not started, with the error that *refusal* returns.
 
-        Such a request has no turn yet, or all of its prompts still wait in the engine. *in_engine* lists the prompts
-        that wait there. They are compared with `Visit.prompts` by identity, not by value.
+        *in_engine* lists the prompts, as token ids, that wait in the engine. A request is also rejected if it was
+        passed to the engine, but all of its prompts (`Visit.prompts`) still wait there. Prompts are compared by
+        identity, not by value.
         """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
@@ -140,7 +141,7 @@ class WaitingRoom:
             raise RoomFull(self._wait_s(tenant, num_completions))
 
     def _first_to_give_way(self) -> Visit | None:
-        """Return the visit to reject next: the newest waiting visit of the largest tenant that exceeds its share."""
+        """Return the request to reject next: the newest waiting one of the largest tenant that exceeds its share."""
         for tenant, num_inside in self._inside().most_common():
             if num_inside <= self.share.each:
                 return None
@@ -162,7 +163,10 @@ class WaitingRoom:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        """Give turns while the engine has room. If the next visit is too large, no smaller one overtakes it."""
+        """Let waiting requests go to the engine, up to its limit on completions.
+
+        If the next request would exceed the limit, it waits, and so do all requests behind it, even smaller ones.
+        """
         limit = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
@@ -183,7 +187,7 @@ class WaitingRoom:
 
 
 class _Pace:
-    """The rate at which a tenant's completions leave the room, while it has completions inside."""
+    """The rate at which a tenant's completions leave the `WaitingRoom`, measured while it contains any of them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -205,7 +209,7 @@ class _Pace:
         self._num_inside -= num_completions
 
     def wait_s(self, num_completions: int) -> int:
-        """Return an estimate of the seconds until *num_completions* completions will have left."""
+        """Return the estimated seconds until *num_completions* of the tenant's completions leave the `WaitingRoom`."""
         began_s = self._left[0][0] if len(self._left) > 1 else 0.0
         num_left = sum(num for _, num in self._left) - (self._left[0][1] if len(self._left) > 1 else 0)
         seconds = num_completions * (self._busy_s() - began_s) / max(1, num_left)

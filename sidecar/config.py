@@ -171,7 +171,10 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
         if self.extent < 1 << 20 or self.extent % _PAGE_BYTES:
             raise ValueError(f'extent {self.extent}: use a multiple of {_PAGE_BYTES} bytes, "1MiB" or more')
         if self.host.capacity < self.extent:
-            raise ValueError(f"host.capacity {self.host.capacity}: use {self.extent} (one extent) or more")
+            raise ValueError(
+                f"host.capacity {self.host.capacity}: use {self.extent} (one extent) or more, because host memory is "
+                "divided into extents"
+            )
         if self.disk is not None and self.disk.codec == "fp8":
             raise ValueError("disk.codec fp8 is for one dtype, but a sidecar stores all dtypes; use none, zstd or auto")
 

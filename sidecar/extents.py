@@ -7,35 +7,38 @@ from kvtier.transfer.segment import Segment
 
 
 class Holder(Protocol):
-    """A user of host memory, which keeps chunks of one size in the extents that it holds."""
+    """A user of host memory, which stores chunks of one size in the extents that are assigned to it.
+
+    An extent is one of the equal parts into which host memory is divided. It is identified by a number.
+    """
 
     def give(self, extent: int) -> None:
-        """Add an empty extent to this holder."""
+        """Assign an empty extent, a part of host memory, to this holder."""
 
     def take_back(self, extent: int) -> bool:
-        """Evict the chunks in the extent, and remove the extent from this holder.
+        """Evict the chunks in the extent, a part of host memory, and take the extent away from this holder (its user).
 
         Returns False and changes nothing if one of the chunks is leased, or must still be copied to disk.
         """
 
     def oldest_extent(self) -> int | None:
-        """Return the extent of the chunk that this holder would evict next, or None if it can evict no chunk."""
+        """Return the extent (part of host memory) of the chunk to evict next, or None if no chunk can be evicted."""
 
 
 class Extents:
-    """The extents of the segment (the shared host memory), and the holder of each extent.
+    """The extents (equal parts) of the segment, the shared host memory, and the holder (user) of each extent.
 
-    A holder that needs memory gets an unused extent. If there is none, it gets the least recently used extent of
-    another holder, unless its own `oldest_extent` has been unused for longer. In that case, it must evict its own
-    chunks. Owned by the sidecar's thread.
+    A holder that needs memory gets an unused extent. If there is none, it gets the least recently used extent of the
+    other holders. But if its own `oldest_extent` has been unused for even longer, it gets none, and must evict chunks
+    of its own. Owned by the sidecar's thread.
     """
 
     def __init__(
         self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
     ) -> None:
-        """Create extents without holders.
+        """Divide *segment*, the shared host memory, into extents of *extent_bytes* bytes that nobody uses yet.
 
-        The extents *left_out* are never used, because engines may still copy from or to them.
+        The extents with the numbers *left_out* are never used, because engines may still copy from or to them.
         """
         self.extent_bytes = extent_bytes
         self._left_out = left_out
@@ -46,7 +49,10 @@ class Extents:
         self._num_given = 0  # all extents with smaller numbers were given to holders or are left out
 
     def acquire(self, holder: Holder) -> bool:
-        """Give the holder one more extent, if necessary from another holder. Return False if that is not possible."""
+        """Assign one more extent (part of host memory) to *holder*, if necessary by taking it from another holder.
+
+        Returns False if that is not possible.
+        """
         extent = self._unused()
         if extent is None:
             extent = self._take_oldest(holder)
@@ -58,11 +64,11 @@ class Extents:
         return True
 
     def touch(self, extent: int) -> None:
-        """Mark the extent as just used."""
+        """Record that the extent with this number, a part of host memory, was just used."""
         self._used_at[extent] = self._clock()
 
     def extents_of(self, holder: Holder) -> list[int]:
-        """Return the extents of this holder."""
+        """Return the numbers of the extents (parts of host memory) that are assigned to *holder*."""
         return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
 
     def check(self) -> None:
@@ -79,10 +85,6 @@ class Extents:
         return None
 
     def _take_oldest(self, taker: Holder) -> int | None:
-        """Take the least recently used extent that a holder other than *taker* can give up, and return it.
-
-        Returns None if there is no such extent, or if *taker* should evict chunks of its own instead.
-        """
         own = taker.oldest_extent()
         limit = self._clock() if own is None else self._used_at[own]
         # On a tie, prefer an extent from which its holder would evict next, because it has the end of a document.
@@ -90,7 +92,7 @@ class Extents:
         others = [extent for extent, holder in self._holders.items() if holder is not taker]
         for extent in sorted(others, key=lambda extent: (self._used_at[extent], extent not in first_to_go)):
             if self._used_at[extent] > limit:
-                return None
+                return None  # *taker* must evict its own chunks instead
             if self._holders[extent].take_back(extent):
                 del self._holders[extent], self._used_at[extent]
                 return extent

@@ -21,7 +21,7 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
 
     @property
     def file(self) -> int:
-        """The descriptor to wait for. Raises ValueError after `close`."""
+        """File descriptor that is readable from each `put` or `wake` until `reset`. Raises ValueError after `close`."""
         return self._event.fileno()
 
     def put(self, item: Transfer, block: bool = True, timeout: float | None = None) -> None:
@@ -34,7 +34,7 @@ class FinishedTransfers(queue.SimpleQueue[Transfer]):
             self._event.write(_ONE)
 
     def reset(self) -> None:
-        """Make *file* unreadable until the next `put`. Call this before reading the queue, to miss no transfer."""
+        """Make polls of *file* wait until the next `put`. Call this before reading the queue, to miss no transfer."""
         self._event.read(8)  # returns None at once if it is not readable
 
     def close(self) -> None:

@@ -67,6 +67,6 @@ class KeptFiles:
         self._systemd.keep(SEGMENT, segment.lock_file)
 
     def let_go(self) -> None:
-        """Make systemd drop everything that it keeps, because no other process follows."""
+        """Make systemd drop the sockets and the memory that it keeps for a next sidecar process."""
         for name in (LMCACHE, ENGINE, HTTP, SEGMENT):
             self._systemd.do_not_keep(name)

@@ -30,13 +30,13 @@ class SlotMemory(HostMemory, Protocol):
         """Return the offset of the slot's first byte in the segment."""
 
     def slots_of(self, extent: int) -> Ids:
-        """Return the slots that lie completely in this extent."""
+        """Return the slots that lie completely in the extent (part of host memory) with this number."""
 
     def extent_of_each(self, slots: Ids) -> Ids:
-        """Return for each of these slots the extent in which it begins."""
+        """Return for each of these slots the number of the extent (part of host memory) in which it begins."""
 
     def extents_of(self, slots: Ids) -> list[int]:
-        """Return the extents in which these slots begin, without duplicates."""
+        """Return the numbers of the extents (parts of host memory) in which these slots begin, without duplicates."""
 
 
 class Layout(Protocol):

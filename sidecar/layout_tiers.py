@@ -19,10 +19,10 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason
 
 
 class LeasedSlots:
-    """The `Holder` of one group's extents, which keeps the group's blocks within these extents.
+    """The host memory of one group of blocks: the extents (parts of host memory) assigned to it. See `Holder`.
 
-    By themselves, `LocalTiers` put blocks into any slot of the segment. So this class leases every slot that does not
-    lie completely in one of the group's extents.
+    This class leases all slots in other parts of host memory, so that `LocalTiers` cannot use them. A slot that crosses
+    the border of an extent is leased too.
     """
 
     def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
@@ -50,7 +50,7 @@ class LeasedSlots:
 
 
 class LayoutTiers:
-    """The tiers of one layout (`LocalTiers`), whose host memory is a changing set of extents.
+    """The tiers of one layout (`LocalTiers`). Which parts of host memory (extents) belong to them changes over time.
 
     Call this class for everything that needs host slots, because it acquires more extents if necessary. For everything
     else, call *tiers*. Owned by the sidecar's thread.
@@ -67,10 +67,11 @@ class LayoutTiers:
         clock: Callable[[], float],
         traces: SpillTraces | None = None,
     ) -> None:
-        """Create the tiers, without any extent.
+        """Create the tiers, at first without host memory. They acquire parts of it from *extents* when they need slots.
 
-        *memories* has the slots of each group. *store* is the layout's part of the store on disk, or None without a
-        disk. Reads from disk time out after *read_timeout_s*. *traces* records the copies to disk for tracing.
+        *memories* says for each group where slots lie in host memory. *store* is the layout's part of the store on
+        disk, or None without a disk. Reads from disk time out after *read_timeout_s*. *traces* records the copies to
+        disk for tracing.
         """
         self.layout = layout
         self.tiers = tiers
@@ -116,7 +117,10 @@ class LayoutTiers:
         on_fetched: OnFetched,
         priority: ReadPriority,
     ) -> LocalFetch:
-        """Make room for blocks that `LowerTiers.find` has just found at *places*, and fetch them."""
+        """Fetch blocks into host memory, and make room there if necessary.
+
+        *places* is the result that `LowerTiers.find` has just returned for the blocks.
+        """
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
@@ -132,12 +136,12 @@ class LayoutTiers:
         self.tiers.refresh(group_id, names, were_read)
 
     def touch(self, group_id: int, slots: Ids) -> None:
-        """Mark the extents of these slots as just used, so that the layout loses them last."""
+        """Record that these slots were just used. Other layouts then take this part of host memory last."""
         for extent in self.memories[group_id].extents_of(slots):
             self._extents.touch(extent)
 
     def poll(self) -> None:
-        """Advance everything that is in flight, and start copies to disk."""
+        """Advance the reads and writes in flight, and start copies to disk."""
         if self._store is not None and (gone := self._store.pop_evicted()):
             self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
         if self._store is not None and (cleared := self._store.take_cleared()):
@@ -172,13 +176,13 @@ class LayoutTiers:
         self._remember_lost()
 
     def num_slots(self, group_id: int) -> int:
-        """Return how many slots a group has in its current extents."""
+        """Return how many slots in host memory a group has now."""
         memory = self.memories[group_id]
         return sum(len(memory.slots_of(extent)) for extent in self._extents.extents_of(self._held[group_id]))
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes of the segment that the layout has now."""
+        """Number of bytes of host memory that are assigned to this layout now."""
         return sum(len(self._extents.extents_of(held)) for held in self._held) * self._extents.extent_bytes
 
     @property

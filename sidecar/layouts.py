@@ -139,7 +139,10 @@ class Layouts:
         return self.explainer
 
     def close(self) -> None:
-        """End the leases in quarantine, export the last tracing spans, and save past lookups for later explanations."""
+        """End the leases of clients that have already ended, export the last tracing spans, and save past lookups.
+
+        Later explanations use the saved lookups.
+        """
         self.quarantine.close()
         for layout_tiers in self:
             layout_tiers.trace_spills()
@@ -147,7 +150,7 @@ class Layouts:
             self.explainer.close()
 
     def poll(self) -> None:
-        """Advance everything that is in flight."""
+        """Advance reads and writes in flight, start copies to disk, and end leases of clients that can copy no more."""
         self.quarantine.poll()
         for layout_tiers in self:
             layout_tiers.poll()

@@ -1,4 +1,4 @@
-"""LeaseLedger: a record, for the next sidecar process, of the extents in which engines may still be copying."""
+"""LeaseLedger: a record, for the next sidecar process, of the parts of host memory that engines may still use."""
 
 import os
 import struct
@@ -15,11 +15,11 @@ _MAGIC = b"kvtier ledger 1\0"
 
 
 class LeaseLedger:
-    """The number of slots that clients have leased in each extent.
+    """The number of slots that clients have leased in each extent, a part of the shared host memory (the segment).
 
     An engine that outlives the sidecar may still copy from or to the slots that it had leased. So the next sidecar
-    process must not use the extents of these slots. It learns them from the ledger, which lies behind the extents in
-    the segment's file. Owned by the sidecar's thread.
+    process must not use the extents of these slots. It learns them from the ledger, which is stored in the segment's
+    file after the last extent. Owned by the sidecar's thread.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], extent_bytes: int, num_extents: int) -> None:
@@ -51,17 +51,17 @@ class LeaseLedger:
 
     @property
     def num_leased(self) -> int:
-        """Number of extents with leased slots, including those that clients of the previous process had leased."""
+        """Number of extents (parts of host memory) with leased slots, including leases of the previous process."""
         return int(np.count_nonzero(self._counts))
 
 
 def ledger_bytes(num_extents: int) -> int:
-    """Return the size in bytes of a ledger for *num_extents* extents."""
+    """Return the size in bytes of a `LeaseLedger` for host memory of *num_extents* extents (parts)."""
     return _HEADER.size + _COUNT * num_extents
 
 
 def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
-    """Return an empty ledger in private memory, for a segment that no other process takes over."""
+    """Return an empty `LeaseLedger` in private memory, for host memory that no later process reuses."""
     return LeaseLedger(np.zeros(ledger_bytes(num_extents), np.uint8), extent_bytes, num_extents)
 
 

@@ -55,7 +55,7 @@ class PinnedChunks:
     """
 
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
-        """Lease the longest prefix of *blocks* in *tiers*, whose groups must all be attention groups."""
+        """Lease the longest cached prefix of *blocks*. All groups of the layout must implement `AttentionGroup`."""
         self.tiers = tiers
         self._num_clears = tiers.num_clears
         self._groups = cast("Sequence[AttentionGroup]", tiers.layout.groups)
@@ -70,11 +70,11 @@ class PinnedChunks:
 
     @property
     def is_cleared(self) -> bool:
-        """True if the layout was cleared after these chunks were leased, so that no lookup finds them."""
+        """True if the cache was cleared on request after these chunks were leased, so that no lookup finds them."""
         return self.tiers.num_clears != self._num_clears
 
     def leases(self, since: float) -> Iterator[Lease]:
-        """Yield the current leases of each group, which began at the time *since*."""
+        """Yield a `Lease` for each group, with its current number of leased chunks, and *since* as its beginning."""
         for group_id, fetch in enumerate(self._fetches):
             yield Lease(LeaseUse.PINNED, group_id, int((fetch.slots != ABSENT).sum()), since)
 
@@ -101,7 +101,7 @@ class PinnedChunks:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pin:
-    """One pinned prefix, in each layout that has a part of it."""
+    """A pinned prefix, and its leased chunks in each layout (KV format) of the model."""
 
     pin_id: str
     since: float
@@ -159,7 +159,7 @@ class Pins:
                 self.unpin(pin.pin_id)
 
     def holders(self) -> list[AttachedClient]:
-        """Return the leases of all pins, listed as if each pin were a client, once per layout."""
+        """Return what all pins lease, as one `AttachedClient` for each layout (KV format) of each pin."""
         return [
             AttachedClient(f"pin {pin.pin_id}", pin.since, each.tiers.layout, tuple(each.leases(pin.since)))
             for pin in self

@@ -108,7 +108,7 @@ class Port(Generic[_M]):
         self._allowed_uids = {os.geteuid()} if allowed_uids is None else set(allowed_uids)
         self._selector = selectors.EpollSelector()
         self._listeners = list(listeners)
-        self._clients: dict[Client[_M], None] = {}  # in turn order
+        self._clients: dict[Client[_M], None] = {}  # oldest connection first
         self._gone: list[Client[_M]] = []
         self._accepts_again_at: float | None = None  # set while the listeners are not watched
         for listener in listeners:
@@ -121,7 +121,7 @@ class Port(Generic[_M]):
 
     @property
     def clients(self) -> list[Client[_M]]:
-        """Open connections, in turn order."""
+        """Open connections, oldest first."""
         return list(self._clients)
 
     @property

@@ -130,7 +130,12 @@ class Quarantine:
                 continue
             held.let_go()
             if held.is_told:
-                log.info("%s: %d slots of %s left quarantine", held.endpoint, held.num_chunks, held.client.name)
+                log.info(
+                    "%s: %d slots of %s left quarantine, because no process can still copy from or to them",
+                    held.endpoint,
+                    held.num_chunks,
+                    held.client.name,
+                )
 
     def clients(self) -> list[AttachedClient]:
         """Return the clients with slots in quarantine. Their *since* is the time when the quarantine began."""
@@ -141,7 +146,7 @@ class Quarantine:
         return QuarantineStatistics(len(self._held), sum(held.num_chunks for held in self._held))
 
     def close(self) -> None:
-        """End all leases. The caller must put no block into any slot afterwards, because processes may still copy."""
+        """End all leases. Put no block into any slot afterwards: processes of ended sessions may still copy there."""
         held, self._held = self._held, []
         for each in held:
             each.let_go()

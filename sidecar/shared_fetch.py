@@ -29,9 +29,9 @@ class SharedFetch:
     ) -> None:
         """Start to fetch *blocks*. The caller has just made room for them with `LayoutTiers.room_for`.
 
-        Chunks that are in host memory may be leased when this returns. For every other chunk, *on_fetched* is called
-        later, unless the chunk has been released. It is called with the chunk's index in *blocks*, and the reason why
-        the chunk could not be fetched, or None if it was fetched.
+        Chunks that are in host memory already are usually leased at once (see `slots`). For every other chunk,
+        *on_fetched* is called later, unless the caller has released the chunk. It is called with the chunk's index in
+        *blocks*, and the reason why the chunk could not be fetched, or None if it was fetched.
         """
         self._memory = tiers.memories[group_id]
         self._names = blocks.names
@@ -53,11 +53,11 @@ class SharedFetch:
         return int(self._is_coming.sum())
 
     def digest(self, place: int) -> bytes:
-        """Return the digest of a leased chunk's bytes."""
+        """Return the digest of the bytes of the chunk with index *place* in *blocks*, which must be leased."""
         return self._fetch.digest(place)
 
     def tier(self, place: int) -> Tier:
-        """Return the tier from which a leased chunk came."""
+        """Return the tier from which the chunk with index *place* in *blocks*, which must be leased, came."""
         return self._fetch.tier(place)
 
     def release(self, places: Ids) -> None:

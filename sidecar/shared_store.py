@@ -28,13 +28,13 @@ class SharedStore:
         return WholeStore(self, b"")
 
     def report_cleared(self, keys: Sequence[bytes]) -> None:
-        """Report *keys*, which were deleted or evicted for an operator, to the views of their namespaces."""
+        """Pass *keys*, which an operator has deleted or evicted, to the `StoreView` of the namespace of each."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
     def split_evicted(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
-        """Return the *evicted* keys of *namespace*, and report each other key to the view of its namespace."""
+        """Return the *evicted* keys of *namespace*. Pass all other keys to the `StoreView` of the namespace of each."""
         own = []
         for key in evicted:
             if key.startswith(namespace):
@@ -58,7 +58,7 @@ class StoreView:
         self._namespace = namespace
 
     def pop_evicted(self) -> list[bytes]:
-        """Return the keys of this namespace that other layouts' calls have evicted since the last call."""
+        """Return this layout's keys that other layouts' views have evicted, and that were not returned before."""
         return _taken(self.gone)
 
     def take_cleared(self) -> list[bytes]:

@@ -100,10 +100,11 @@ class Share:
         return self._leased.num_bytes + self.pending_bytes
 
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
-        """Return the largest n for which the client may lease the first n chunks of each group in *wanted*.
+        """Return the largest n such that the client may lease the first n chunks of every group in *wanted*.
 
-        A group with fewer than n chunks counts with all of them. Chunks that the client has already leased cost
-        nothing. If *part* is 1, a client without leases may always lease one chunk per group.
+        Of a group with fewer than n chunks, the client may lease all. Chunks that it has already leased cost nothing. A
+        client without leases may lease at least one chunk per group, unless it may only lease a part of host memory
+        (*part* of the constructor).
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs
@@ -127,7 +128,7 @@ class Share:
             self._ledger.lease(memory, new)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
-        """Count one lease of the client less on each of these slots."""
+        """Count the end of one lease of the client on each of these slots."""
         gone = self._leased.remove(memory, slots)
         self._shares.leased.remove(memory, gone)
         if self._ledger is not None:
@@ -182,7 +183,7 @@ class Shares:
     """
 
     def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
-        """Create shares without leases.
+        """Create the division of host memory, at first without clients and leases.
 
         *total* returns the current size of host memory in bytes. *ledger* records the leases for the next sidecar
         process.

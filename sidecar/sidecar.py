@@ -34,8 +34,8 @@ TAKING_IN_S = 0.001  # time limit per turn for processing finished transfers; th
 class DriveLife:
     """A wear estimate for the SSD below a store. Owned by the sidecar's thread.
 
-    Each opening of the store starts a new measurement of the write rate. The estimate uses the store's total of written
-    bytes, because each layout counts only its own writes.
+    Each opening of the store starts a new measurement of the write rate. The estimate uses the bytes written for all
+    layouts (models and KV formats) together.
     """
 
     def __init__(

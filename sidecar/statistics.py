@@ -143,7 +143,7 @@ def disk_of_all(
 
 
 def _why_failed(disks: Sequence[DiskStatistics], side: str) -> str:
-    """Return the error of the layout whose circuit breaker is in the worst state, or "" if no layout has an error."""
+    # If several layouts have an error, return the error of the one whose circuit breaker is in the worst state.
     failed = [disk for disk in disks if disk.why_failed[side]]
     worst = max(failed, key=lambda disk: _WORSE.index(disk.breakers[side]), default=None)
     return "" if worst is None else worst.why_failed[side]
@@ -165,7 +165,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
 
 
 def _own(host: TierStatistics, tiers: LayoutTiers) -> TierStatistics:
-    """Return *host* with the capacity and the leases of the layout's own part of the segment only."""
+    """Return *host* with the capacity and the leases of only that part of host memory that the layout has now."""
     return replace(host, capacity_bytes=tiers.held_bytes, num_leased=tiers.num_leased)
 
 

@@ -51,12 +51,13 @@ def digest(data: "ReadableBuffer") -> bytes:
     """Return the digest of *data* (xxh3_128, 16 bytes). *data* must be contiguous, and is not copied.
 
     The digest detects damage, not tampering, because xxh3 is not a cryptographic hash. It takes 0.38 times as long as
-    copying the data. The data is hashed in small pieces, for which xxhash keeps the GIL. For larger pieces xxhash
-    releases the GIL and then waits for it, which took five times as long next to a busy thread.
+    copying the data.
     """
     view = memoryview(data)
     if view.nbytes <= _PIECE_BYTES:
         return xxhash.xxh3_128_digest(view)
+    # For larger pieces xxhash releases the GIL. If another thread is busy, waiting to get the GIL back makes hashing
+    # take five times as long.
     view, running = view.cast("B"), xxhash.xxh3_128()
     for start in range(0, len(view), _PIECE_BYTES):
         running.update(view[start : start + _PIECE_BYTES])

@@ -53,7 +53,7 @@ class RemoteStore(Protocol):
         """The store's address for messages, without a password."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | Fault]:
-        """Return the value of each key, header and payload, or a fault.
+        """Return for each key its value (the header followed by the payload) or a fault.
 
         The fault is `Fault.MISSING` if there is no value, and `Fault.IO_ERROR` if the request failed.
         """

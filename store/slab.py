@@ -90,9 +90,9 @@ class Slabs:
             slab.punch(first, len(run))
 
     def cut(self, num_slots: Mapping[int, int]) -> None:
-        """Truncate each file to *num_slots* slots (by slot size). Raises OSError.
+        """Truncate the file of each slot size to the number of slots that *num_slots* has for the size. Raises OSError.
 
-        No read of a slot that is cut off may be in progress.
+        A file whose slot size is not in *num_slots* becomes empty. No cut-off slot may be read at this time.
         """
         for num_bytes, slab in self._slabs.items():
             slab.cut(num_slots.get(num_bytes, 0))

@@ -76,8 +76,8 @@ class TieredCache:
     `pins` (prefixes kept in host memory) and `drain` (copies before the process ends).
 
     An attention group is the set of layers that share one kind of attention and one block table. Each group has its own
-    block memory and block size. A block's name is the hash of its prompt up to the end of the block. A prompt has one
-    name for every `block_size` tokens, a number that divides the block sizes of all groups.
+    block memory and block size. A block's name is the hash of its prompt up to the end of the block. Names are computed
+    after every `block_size` tokens of a prompt. The block size of each group is a multiple of this number.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class TieredCache:
         """Make a request's last, partial block available to later requests, which copy it. Call this before `release`.
 
         The next turn of a chat can then reuse all computed tokens, as long as the block is on the device. Partial
-        blocks are not spilled. A request that reuses all tokens of the block continues it in a block of its own, so the
-        shorter one is evicted.
+        blocks are not spilled. Once a request has copied all tokens of a partial block, the original is evicted unless
+        it is in use.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -333,8 +333,8 @@ class TieredCache:
     def reset(self) -> bool:
         """Evict all blocks from all tiers and end all pins. Waits until the store has deleted this namespace's records.
 
-        Returns False if any block is leased or in flight, or if the store fails. Then all blocks stay, except that a
-        failing store may have deleted some of its records.
+        Returns False if any block is leased or in flight, or if the store fails. Then no block is evicted from device
+        or host memory, but a failing store may have deleted some of its records.
         """
         if (
             any(group.num_held for group in self._group_tiers)
@@ -408,7 +408,7 @@ class TieredCache:
             self.lower.hints.spill()
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
-        """Return how many of *num_slots* device slots could not be taken now without evicting dirty blocks.
+        """Return how many of *num_slots* device slots could be taken now only by evicting dirty blocks.
 
         The slots in *besides* are about to be leased, so they do not count as available.
         """

@@ -143,9 +143,9 @@ class Lookups:
         return limit // self._alignment * self._alignment
 
     def _partial_hit(self, group: GroupTiers, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
-        """Return the block after the hit whose first tokens are also the prompt's next tokens, as many as possible.
+        """Return the block that shares the most leading tokens with the prompt's block after the hit.
 
-        Only blocks that all groups have on the device are considered; None if no such block is found.
+        Only blocks that all groups have on the device are considered. Returns None if no block shares any token.
         """
         wanted = chain.token_ids[num_found : min(num_found + self._block_size, num_tokens - 1)]
         if group.partial_matches is None or not len(wanted):

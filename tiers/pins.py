@@ -104,7 +104,7 @@ class Pins:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that all pins need when they are whole."""
+        """Total bytes of the blocks of all pins, including blocks that are not in host memory yet."""
         return self._num_bytes
 
     @property
@@ -118,7 +118,7 @@ class Pins:
         return self.max_bytes - self._num_bytes
 
     def pin(self, chain: BlockChain, num_tokens: int, max_bytes: int | None = None, start: int = 0) -> Pin | None:
-        """Keep the blocks that a prompt needs to resume after *num_tokens* tokens in host memory until `unpin`.
+        """Keep in host memory, until `unpin`, the blocks that a prompt needs to resume after *num_tokens* tokens.
 
         Blocks that are only on disk or on the device are copied when nothing more urgent is copied. Blocks before token
         *start* are excluded; the caller keeps them with another pin.
@@ -138,7 +138,7 @@ class Pins:
         return pin
 
     def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
-        """Return how many of the first *num_tokens* tokens can be pinned: those in full, named blocks of all groups."""
+        """Return how many of the first *num_tokens* tokens can be pinned: those in full blocks of all groups."""
         return min(num_tokens, len(chain.names) * chain.block_size) // self._alignment * self._alignment
 
     def unpin(self, pin: Pin) -> None:
@@ -178,7 +178,7 @@ class Pins:
                 self._absent[pin] = None
 
     def _let_go_of_lost(self, pin: Pin) -> None:
-        """Release the leases on those of the pin's blocks that the lower tiers have lost, to free the memory."""
+        """Release the pin's leases on blocks that the lower tiers have lost, so that these are looked up again."""
         for leases in pin.leases:
             if not len(here := np.flatnonzero(leases.is_here)):
                 continue
@@ -193,10 +193,6 @@ class Pins:
             self._absent[pin] = None
 
     def _look(self, pin: Pin, limit: int) -> int:
-        """Look up at most *limit* blocks of a pin that are not leased.
-
-        Returns the number of blocks to count toward the limit of `pump`: at least 1, even if no block was looked up.
-        """
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, limit)
         if len(absent):
@@ -208,7 +204,7 @@ class Pins:
         else:
             pin.look_from = 0, 0
             pin.look_at = self._clock() + RETRY_S
-        return max(1, len(absent))
+        return max(1, len(absent))  # at least 1, so that `pump` processes at most `PART` pins per call
 
     def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         """Fetch the blocks that the lower tiers hold; start to copy blocks that are only on the device to the host."""

@@ -233,10 +233,11 @@ class Residency:
         chain: BlockChain | None,
         start: int,
     ) -> list[int]:
-        """Name blocks that were loaded into leased device slots, and return the slots in which to use them.
+        """Let lookups find blocks that have been loaded to the device. Return for each block the device slot to use.
 
-        If a block was computed in another slot in the meantime, the result has that slot instead. The blocks are those
-        of *chain* from block *start* on. *chain* is None if no promotion waits for them any more.
+        This is the block's slot in *slots*, or another slot if the same block was computed there in the meantime. The
+        caller has leased *slots*. The blocks are those of *chain* from block *start* on. *chain* is None if no request
+        waits for them any more.
         """
         pool, ids, used = group.pool, np.array(slots, np.intp), list(slots)
         if chain is not None and chain.block_size == group.block_size:
@@ -315,7 +316,7 @@ class Residency:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Record that blocks have left *slots*: remember which last copies were evicted, and log an event."""
+        """Log that blocks have left the device, and remember which of them host memory and the disk lack too."""
         if not names:
             return
         if not group.slots.is_spilled:
@@ -335,7 +336,7 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Mark all device blocks without a copy in the lower tiers as dirty, `SLOTS_AT_ONCE` slots at each step."""
+        """Mark the device blocks without a copy in the lower tiers as dirty; yield after each `SLOTS_AT_ONCE` slots."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
@@ -365,9 +366,9 @@ def _tell_stored(
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Return the id of the group whose blocks are also found by their first tokens.
+    """Return the id of the group in which a block is found even if only its first tokens match a prompt.
 
-    Returns None if requests cannot resume in the middle of a block.
+    Returns None if requests cannot resume in the middle of a block, or if the groups' block sizes differ.
     """
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None

@@ -48,7 +48,7 @@ class HostSlab:
         node: int | None = None,
         file: int | None = None,
     ) -> None:
-        """Map the slots and start the background thread.
+        """Map the slots, and start the thread that allocates their pages (on NUMA node *node*) and calls *pin*.
 
         Raises:
             OSError: The memory cannot be allocated, or *file* is too short.

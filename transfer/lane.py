@@ -52,7 +52,7 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """A bounded queue of transfers, and the threads that run them. The threads never touch the owner's state.
+    """A bounded queue of transfers, and threads that run them without touching the submitting thread's state.
 
     The lane puts each accepted transfer into its `Finished` queue exactly once, in any order.
     """
@@ -73,7 +73,7 @@ class Lane(Protocol):
 
 
 class InlineLane:
-    """A lane that runs each transfer inside `submit`, for tests and benchmarks that must not depend on timing."""
+    """A lane (queue of transfers) without threads, for tests and benchmarks: `submit` runs the transfer itself."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -167,7 +167,6 @@ class ThreadLane:
         self._finished.put(transfer)
 
     def _fail_queued(self) -> None:
-        """Fail the queued transfers with `LaneClosed`, because the lane's threads hang."""
         queued: list[Transfer | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -181,9 +180,10 @@ class ThreadLane:
 
 
 class LaneSpeed:
-    """The recent speed of one lane, measured from its finished transfers. Not thread-safe.
+    """The recent speed of one queue of transfers (`Lane`), measured from finished transfers. Not thread-safe.
 
-    The speed is the sum over the lane's threads. Idle time, failed transfers and transfers of 0 bytes do not count.
+    It is the speed of all threads of the queue together. Idle time, failed transfers and transfers of 0 bytes do not
+    count.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class LaneSpeed:
         return self._num_bytes / max(self._seconds, _MIN_S) if self._num_bytes else None
 
     def update_from(self, transfer: Transfer) -> None:
-        """Update the speed with a finished transfer. Call this in the order in which the transfers finish."""
+        """Update the measured copy speed with a finished transfer. Call this in the order in which transfers finish."""
         if transfer.error is not None or not transfer.num_bytes:
             return
         started_at = max(self._until, transfer.finished_at - transfer.seconds)

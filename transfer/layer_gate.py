@@ -21,23 +21,23 @@ class LayerGate:
         self._condition = threading.Condition()
 
     def layers(self, part: int, num_layers: int) -> range:
-        """Return the layers in *part*, for an attention group with *num_layers* layers. A part may have no layers."""
+        """Divide *num_layers* layers into `num_parts` ranges, and return the range with index *part*. May be empty."""
         return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
 
     def open_next(self) -> None:
-        """Open the next part. Call this when the part has been copied."""
+        """Let the computing thread use the next part of the layers. Call this when that part has been copied."""
         with self._condition:
             self._num_open += 1
             self._condition.notify_all()
 
     def open_all(self) -> None:
-        """Open all parts. Call this if nothing more will be copied, so that the computing thread does not wait."""
+        """Let the computing thread go on without waiting. Call this if no more layers will be copied."""
         with self._condition:
             self._num_open = self.num_parts
             self._condition.notify_all()
 
     def wait(self, layer: int, num_layers: int, give_up_at: float) -> None:
-        """Wait until the layer's part is open, or set `missed` at the monotonic time *give_up_at* and stop waiting."""
+        """Wait until *layer* of *num_layers* may be used. At the monotonic time *give_up_at*, stop and set `missed`."""
         part = layer * self.num_parts // num_layers
         if part < self._num_open:
             return

@@ -104,7 +104,7 @@ class Segment:
         return self._is_taken_over
 
     def leave(self) -> None:
-        """Leave the segment to a successor, to which `lock_file` is passed. `close` then keeps the name."""
+        """Make `close` keep the segment's name in its folder, because another process takes the segment over."""
         self._is_left = True
 
     def wait_backed(self, timeout_s: float) -> bool:
@@ -113,9 +113,9 @@ class Segment:
         return self.backed_bytes == self.num_bytes
 
     def close(self) -> None:
-        """Remove the name, unless the segment was left to a successor, and end the thread. Idempotent.
+        """End the background thread, and remove the segment's name from its folder. Idempotent.
 
-        The memory stays mapped until the last view of `memory` is gone.
+        After `leave`, the name stays. The memory stays mapped until the last view of `memory` is gone.
         """
         if self._closing.is_set():
             return
@@ -195,7 +195,11 @@ def handover_error(file: int, folder: Path = SHARED_MEMORY) -> str:
 
 
 def discard_handover(file: int, folder: Path = SHARED_MEMORY) -> None:
-    """Close a descriptor that a previous process handed over, and remove the segment's name if it is a segment."""
+    """Close *file*, which a previous process handed over, instead of taking its segment over.
+
+    Also remove the segment's name from *folder*. If `handover_error` returns an error, the name stays, because *file*
+    may not be a segment, or another process may use it.
+    """
     if not handover_error(file, folder):
         (folder / name_of(file, folder)).unlink()
     os.close(file)

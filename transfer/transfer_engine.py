@@ -100,7 +100,7 @@ class TransferEngine:
         deliver: Callable[[Transfer], None],
         num_blocks: int = 0,
     ) -> bool:
-        """Submit *work*, which moves *num_blocks* blocks, to the route's lane.
+        """Submit *work*, which moves *num_blocks* blocks, to the lane (queue) of the *route* (pair of tiers).
 
         A later `poll` calls *deliver* with the finished transfer. Returns False without any effect if the lane is full
         or closed.
@@ -164,11 +164,11 @@ class TransferEngine:
         return self._pending_bytes[route]
 
     def speed(self, route: Route) -> LaneSpeed:
-        """Return the recent speed of the route's lane."""
+        """Return the recent speed of the transfers on this route."""
         return self._speeds[route]
 
     def statistics(self) -> dict[Route, RouteStatistics]:
-        """Return a copy of the totals of each route that has a lane."""
+        """Return a copy of the statistics of each route (pair of tiers) that the engine was created for."""
         return {
             route: replace(
                 totals,

@@ -27,10 +27,10 @@ class Facts:
         return RequestIds(self.request_id, None if self.trace is None else self.trace.trace_id)
 
     def put(self, scope: Scope) -> None:
-        """Store these facts in the ASGI *scope* of their request."""
+        """Store this data on a request in the request's ASGI *scope*."""
         scope[_PLACE] = self
 
 
 def facts_of(scope: Scope) -> Facts:
-    """Return the facts stored in the ASGI *scope* of a request."""
+    """Return the data collected on a request, which is stored in the request's ASGI *scope*."""
     return cast(Facts, scope[_PLACE])

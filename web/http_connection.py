@@ -54,7 +54,7 @@ class HttpConnection(HttpToolsProtocol):
             self._end(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop counting the connection in the gate, because it has ended."""
+        """Stop counting the connection as open, because it has ended."""
         self._stop_timer()
         if self._host is not None:
             self._gate.leave(self._host)

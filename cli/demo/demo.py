@@ -42,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The prompt tokens of a step's first question, counted by the tier that they came from."""
+    """The number of tokens of one prompt whose KV was found in each tier, and the number of *recomputed* tokens."""
 
     device: int
     host: int
@@ -51,15 +51,15 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One row of the demo's table.
+    """One row of the demo's table: one or more questions about the document, and what was measured.
 
-    *ttft_s* is the TTFT of the step's first question. For the step named "device", it is the median TTFT of all its
-    questions.
+    *name* is the kind of step: in "host", for example, the document's KV is in host memory. *ttft_s* is the TTFT of the
+    first question; in the step "device", it is the median of all questions.
     """
 
     name: str
     ttft_s: float
-    tokens: Tokens
+    tokens: Tokens  # of the first question's prompt
     answers_equal: bool  # each answer is the same as in earlier steps
     answers_correct: int
     questions: int
@@ -160,7 +160,7 @@ class Questioner:
         self._num_others = 0
 
     def step(self, name: str) -> Step:
-        """Ask the questions of the step *name* one by one, and return the step's row of the table."""
+        """Ask questions about the document as the step *name* (a key of `QUESTIONS`), and return the measurements."""
         facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
         completions = [self._ask(self._stage.document.text, fact) for fact in facts]
         answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
@@ -237,7 +237,7 @@ def run_demo(plan: DemoSettings, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Corrupt the stored block with the answer to the first question, by flipping one byte of it."""
+    """Flip one byte of a block on disk, to corrupt it. The block contains the fact that the demo asks for first."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE

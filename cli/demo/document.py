@@ -157,8 +157,8 @@ class Document:
 def make_document(seed: int, num_tokens: int, num_facts: int = NUM_FACTS) -> Document:
     """Generate a document from *seed*, with at least *num_tokens* word-level tokens and evenly spread facts.
 
-    Documents with different seeds have different titles, and different words for the same name. But if two seeds are
-    equal modulo `len(WORDS)`, the words are the same.
+    A fact is a name and its code, which is a word. Documents with different seeds have different titles. If the
+    seeds are below `len(WORDS)`, a name that occurs in both documents has different codes in them.
     """
     if not 0 <= num_facts <= len(NAMES):
         raise ValueError(f"num_facts: a document cannot have {num_facts} facts; give 0 to {len(NAMES)}")
@@ -204,7 +204,7 @@ def with_facts(text: str) -> Document:
 
 
 def question(document_text: str, name: str) -> str:
-    """Return a prompt that asks for the code of *name*: the document, then a sentence for the model to complete."""
+    """Return a prompt for the model to complete: the document, then a question that ends with "the code of NAME is"."""
     return document_text + QUESTION.format(name=name)
 
 

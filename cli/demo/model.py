@@ -133,13 +133,9 @@ def _write_weights(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) 
 
 
 def _write_neighbour_heads(attention: LlamaAttention) -> None:
-    """Write the weights of the two heads that copy the CONTENT of the two preceding positions.
-
-    Head 0 copies the CONTENT of the token one position before the current token, and writes it to the part ONE_BACK of
-    the current token. Head 1 does the same with the token two positions before, and writes to TWO_BACK. Both use KV
-    head 0. All keys are the same vector. The query is this vector, rotated back by the head's offset (1 or 2). So with
-    RoPE the score depends only on the distance: it is `sum(cos((distance - offset) * frequency))`.
-    """
+    # Layer 1 has two heads, which copy CONTENT of the two preceding tokens into each position.
+    # All keys are the same vector. A head's query is this vector, which RoPE rotates by the position less the head's
+    # offset. So the score is sum(cos((distance - offset) * frequency)), which is highest if the distance is the offset.
     q, k, v, o = _projections(attention)
     frequency = ROPE_THETA ** (-FAST.double() / PAIRS)  # float64, so that all machines round to the same weights
     for head, (offset, room) in enumerate([(1, ONE_BACK), (2, TWO_BACK)]):
@@ -151,11 +147,8 @@ def _write_neighbour_heads(attention: LlamaAttention) -> None:
 
 
 def _write_lookup_head(attention: LlamaAttention) -> None:
-    """Write the weights of layer 2's head 0, which looks for an earlier token and copies its VALUE to ANSWER.
-
-    The current token comes after a name. The earlier token is two positions after the same name, so its TWO_BACK equals
-    ONE_BACK of the current token.
-    """
+    """Write the weights of layer 2: one head, which finds the answer in an earlier "NAME is WORD" and copies WORD."""
+    # The query is the name one token before the last "is". It matches the key of WORD, the name two tokens before WORD.
     q, k, v, o = _projections(attention)
     q[0, SLOW, ONE_BACK] = MATCH_SCORE * SCORE_SCALE * torch.eye(CONTENT_DIM)
     q[0, SLOW[-1], CONSTANT] = NO_NAME_SCORE * SCORE_SCALE
@@ -179,11 +172,8 @@ def _undo_norm(weight: torch.Tensor, num_parts: int) -> None:
 
 
 def _contents(tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> torch.Tensor:
-    """Return the CONTENT vectors of all tokens, [vocab, CONTENT_DIM].
-
-    Each name has a vector of random signs. All other tokens have the same vector, which is 1 in the last dimension.
-    """
-    contents = torch.zeros(len(tokenizer), CONTENT_DIM)
+    # Each name has its own vector of random signs. All other tokens share one vector, which is 1 in the last dimension.
+    contents = torch.zeros(len(tokenizer), CONTENT_DIM)  # [vocab, CONTENT_DIM]
     contents[:, -1] = 1.0
     signs = _sign_vectors(len(NAMES), CONTENT_DIM - 1, generator)
     for spaced in (NAMES, [f" {name}" for name in NAMES]):

@@ -24,7 +24,7 @@ MEANING = {
 def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
     """Run the demo, print its table, and return the exit status.
 
-    The status is 0 if all answers stayed the same and, with the bundled model, are correct.
+    The status is 0 if each question got the same answer in all steps and, with the bundled model, all are correct.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo shows its own progress

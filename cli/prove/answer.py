@@ -27,7 +27,7 @@ class Answer:
     ttft_s: float
 
     def behind(self, num_steps: int) -> "Answer":
-        """Return a copy of the answer without its first *num_steps* steps, but with its whole text."""
+        """Return a copy without the log probabilities of the first *num_steps* tokens. Its text is unchanged."""
         return Answer(self.text, self.steps[num_steps:], self.prompt_tokens, self.cached_tokens, self.ttft_s)
 
 
@@ -35,10 +35,12 @@ def distance(one: Answer, other: Answer) -> float | None:
     """Return the distance of two answers to one prompt: the largest difference between log probabilities of a token.
 
     The answers are compared position by position, up to the first one where their tokens differ. Later tokens cannot be
-    compared, because the text before them differs. If only one answer lists a token, the other answer gives the token
-    at most the lowest log probability in its own list. So the token adds a difference only if its log probability is
-    higher than that. Without log probabilities, the distance is 0 for equal texts and infinite for others. Returns None
-    if there is nothing to compare.
+    compared, because the text before them differs. Answers list only the most likely tokens. If only one answer lists
+    a token, the token's log probability in the other answer is at most the lowest one listed there. The difference to
+    this limit counts, or 0 if the token is below the limit.
+
+    Without log probabilities, the distance is 0 for equal texts and infinite for others. Returns None if there is
+    nothing to compare.
     """
     if not (one.steps and other.steps):
         if not (one.text or other.text):

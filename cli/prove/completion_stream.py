@@ -9,7 +9,7 @@ from kvtier.cli.prove.answer import Answer, Step
 
 
 class CompletionStream:
-    """A parser of one stream. Call `add` for each line and then `answer`.
+    """A parser of the response to one streamed completion request. Call `add` for each line and then `answer`.
 
     Log probabilities may have OpenAI's format for completions, or the one for chats, which llama.cpp uses for both. For
     content that is not a completion, the methods raise ValueError, LookupError, TypeError or AttributeError.

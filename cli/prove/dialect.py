@@ -34,7 +34,10 @@ class Dialect:
 
 
 def learn(endpoint: Endpoint, model: str) -> Dialect:
-    """Send trial requests and return the server's dialect. Raise OSError or `Refused` if even a plain request fails."""
+    """Find out by trial requests which options a server supports and which statistics it returns.
+
+    Raises OSError or `Refused` if a request without optional parameters fails.
+    """
     plain = {"model": model, "prompt": _FEW_WORDS, "max_tokens": 2, "temperature": 0}
     answer = endpoint.complete(plain)
     extra: dict[str, object] = {}

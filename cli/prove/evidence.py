@@ -36,10 +36,11 @@ class Asked:
 
 @dataclass
 class Evidence:
-    """The requests and answers of a run, from which its verdict is derived.
+    """The requests and answers of a run of `kvtier prove`, from which its verdict is derived.
 
-    *asked* has all requests. *later* has only those for the later prompt of each question (a pair of prompts). These
-    may be cache hits. *shapes* has distances between correct answers that were computed in batches of different shapes.
+    *asked* has all requests. Pairs of prompts test the cache: *later* has the requests for the second prompt of each
+    pair, which may be cache hits. *shapes* has differences in log probability between answers that were computed
+    without the cache. They should be equal, but were computed in batches of different shapes.
     """
 
     plan: ProofPlan

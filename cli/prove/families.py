@@ -24,7 +24,7 @@ class Pair:
 
     @property
     def num_shared(self) -> int:
-        """Length of the common prefix, in pieces."""
+        """Length of the common prefix, in tokens or words."""
         return shared(self.earlier, self.later)
 
 
@@ -40,9 +40,9 @@ class PromptGenerator:
         return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
 
     def cue(self, body: Sequence[int]) -> Pieces:
-        """Return a copy of `CUE` consecutive pieces of *body*, taken at random, to put at the end of a prompt.
+        """Return `CUE` consecutive tokens or words from a random place in *body*, to put at the end of a prompt.
 
-        A language model then repeats what followed these pieces in *body*.
+        A language model then repeats what followed them in *body*.
         """
         at = self._source.randrange(CUE, max(CUE + 1, len(body)))
         return tuple(body[at - CUE : at])
@@ -116,7 +116,7 @@ def _swapped(draw: PromptGenerator, length: int) -> Pair:
 
 
 def _whole(length: int) -> int:
-    """Round *length* down to whole blocks, of the largest size in `_WHOLE_BLOCKS` that is not more than *length*."""
+    # Round down to whole blocks of the largest size that fits.
     size = next((size for size in _WHOLE_BLOCKS if size <= length), 1)
     return length // size * size
 

@@ -23,7 +23,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProofRow:
-    """The results for one family and one length of prompts. Times are medians over prompts that were sent alone."""
+    """The results for one kind of prompt pair (*family*, such as "half shared") and one length.
+
+    Times are medians over prompts that were sent alone.
+    """
 
     family: str
     length: int

@@ -1,4 +1,4 @@
-"""Measurements on a run's answers: noise, distances between answers, and excess cached tokens."""
+"""Measurements on the answers of `kvtier prove`: how much they differ, and how many cached tokens are unexplained."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ _OF_ALL_PROMPTS = 8  # max tokens that a server adds before each prompt, which m
 
 
 class Measures:
-    """Measurements on the answers of a complete run, from which its verdict is derived."""
+    """Measurements on all answers that `kvtier prove` got from a server, to judge whether its cache is correct."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -32,7 +32,7 @@ class Measures:
                 self._references.setdefault((request.asker, request.pieces), []).append(one)
 
     def references(self, asker: ModelClient, pieces: Pieces) -> Sequence[Asked]:
-        """Return the reference requests to *asker* for this prompt, for which the server computed the whole prompt.
+        """Return the requests of the client *asker* for this prompt that the server had to answer without its cache.
 
         A request is left out if the server reports more than a few cached tokens for it.
         """
@@ -40,9 +40,9 @@ class Measures:
 
     @cached_property
     def noise(self) -> float | None:
-        """The largest distance between correct answers to one prompt, or None if no two could be compared.
+        """The largest distance between two answers to one prompt that were both computed without the cache.
 
-        Distances as large as those between answers to different prompts are left out: rounding does not cause them.
+        It is None if no two could be compared. Distances too large to be caused by rounding are left out.
         """
         found = [each for *_, each in self._repeats] + self.evidence.shapes
         if self.evidence.plan.controls[0].asker.dialect.tells_logprobs:  # else distances are 0 or infinite
@@ -51,12 +51,12 @@ class Measures:
 
     @cached_property
     def bound(self) -> float:
-        """The largest distance that a correct answer may have from its closest reference."""
+        """Largest allowed difference in log probability between an answer and the closest one without the cache."""
         return max(MIN_BOUND if self.evidence.shapes else UNMEASURED_BOUND, FACTOR * (self.noise or 0.0))
 
     @cached_property
     def _repeats(self) -> list[tuple[Asked, Asked, float]]:
-        """All pairs of references of the same prompt, with the distance between their answers."""
+        # Pairs of references of the same prompt, with the distance between their answers.
         return [
             (*pair, apart)
             for references in self._references.values()
@@ -65,9 +65,9 @@ class Measures:
         ]
 
     def unsteady(self) -> list[tuple[Asked, float]]:
-        """Return the prompts whose references differ as much as answers to different prompts do.
+        """Return the prompts whose answers without the cache differ as much as answers to different prompts do.
 
-        Each item is a request with such a prompt, and the largest distance between two of the prompt's references.
+        Each item is a request with such a prompt, and the largest distance between two of these answers.
         """
         found: dict[tuple[ModelClient, Pieces], tuple[Asked, float]] = {}
         for one, _, apart in self._repeats:
@@ -77,19 +77,22 @@ class Measures:
         return list(found.values())
 
     def apart(self, one: Asked) -> float | None:
-        """Return the distance of an answer to its closest reference, or None if it cannot be compared with any."""
+        """Return the smallest `distance` of an answer from the uncached answers to its prompt.
+
+        An uncached answer is one that was computed without the cache. Returns None if there is none to compare with.
+        """
         references = self.references(one.request.asker, one.request.pieces)
         return min(_distances((one, reference) for reference in references), default=None)
 
     def suspects(self) -> list[Asked]:
-        """Return the answers to questions whose distance to every reference is more than `bound`."""
+        """Return the answers whose smallest distance from an uncached answer to their prompt is above `bound`."""
         return [one for _, one in self.evidence.later if (self.apart(one) or 0.0) > self.bound]
 
     def excess(self, one: Asked) -> int:
-        """Return how many more cached tokens the server reports for a request than it may have used.
+        """Return how many of the cached tokens that the server reports for a request cannot be explained.
 
-        It may use a prefix that an earlier request had too, if both have the same salt and the same model (or models in
-        `alike`). Returns 0 if prompts are sent as words, because then the shared tokens cannot be counted.
+        Tokens are explained by a request that was sent before or at the same time and has the same prefix, salt and
+        model (or a model in `alike`). Returns 0 if prompts are sent as words, because then tokens cannot be counted.
         """
         if not self.evidence.is_exact:
             return 0
@@ -105,7 +108,7 @@ class Measures:
         return max(0, (one.answer.cached_tokens or 0) - num_before - limit)
 
     def computed_alone(self, length: int) -> list[Asked]:
-        """Return the references of controls with prompts of this length, if they were sent alone."""
+        """Return requests with unrelated prompts of this length that were sent alone and computed without the cache."""
         prompts = [
             (each.asker, prompt)
             for each in self.evidence.plan.controls
@@ -117,15 +120,15 @@ class Measures:
     def is_sensitive(self, length: int) -> bool:
         """Return whether answers to prompts of this length depend on the beginning of the prompt.
 
-        The two prompts of a control differ only in the beginning. For most controls, the distance of their answers must
-        be above `bound`.
+        To measure this, the run sends pairs of prompts that have only their last tokens in common. The median distance
+        between the two answers of a pair must be above `bound`.
         """
         found = self._controls[length]
         return bool(found) and median(found) > self.bound
 
     @cached_property
     def _controls(self) -> dict[int, list[float]]:
-        """The distances between answers to the two prompts of each control, by the length of the prompts."""
+        # Distances between answers to the two prompts of each control, by the length of the prompts.
         found: dict[int, list[float]] = {}
         for control in self.evidence.plan.controls:
             ones, others = (self.references(control.asker, prompt) for prompt in control.prompts)
@@ -134,7 +137,7 @@ class Measures:
 
     @cached_property
     def _unsteady_from(self) -> float:
-        """A distance that is too large for rounding: half the median distance of the controls, but at least 0.5."""
+        # Rounding does not cause distances above half the median distance between answers to different prompts.
         found = [each for found in self._controls.values() for each in found]
         return max(_MIN_UNSTEADY, median(found) / 2) if found else math.inf
 
@@ -142,7 +145,8 @@ class Measures:
     def alike(self) -> frozenset[frozenset[ModelClient]]:
         """Pairs of models that gave the same answers to the same prompts, and so may share cached blocks.
 
-        If no answers of a pair could be compared, the pair counts as alike only if its models run on different servers.
+        If no answers of a pair could be compared, models of two servers count as alike, because they may be the same
+        model. Two models of one server then count as different.
         """
         found: dict[frozenset[ModelClient], list[float]] = {}
         for question in self.evidence.plan.questions:

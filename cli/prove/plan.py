@@ -13,7 +13,7 @@ OTHER_SALT = "another salt"
 
 
 class Salts:
-    """A generator of salts. *run* is unique to this run."""
+    """A generator of salts. They contain *run*, a random text, so that no earlier run had the same salts."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -29,8 +29,8 @@ class Salts:
 class RunSettings:
     """The settings with which a run makes random prompts and bypasses the server's cache.
 
-    *writing* is the format of most prompts, and *words* the format of prompts that must be text. *cold* is the way to
-    bypass the cache, or None if none is known.
+    *writing* is the usual format of prompts: token ids or text. *words* is the format of prompts that must be text,
+    because the text of an answer is appended to them. *cold* is the way to bypass the cache, or None if none is known.
     """
 
     source: random.Random
@@ -59,13 +59,13 @@ class Question:
 
     @property
     def shares(self) -> bool:
-        """True if cached blocks of the earlier prompt may serve the later one."""
+        """True if the second prompt (`pair.later`) may use cached blocks of the first prompt (`pair.earlier`)."""
         return self.giver == self.taker and self.earlier_salt == self.later_salt and self.pair.num_shared > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Two prompts that differ in the beginning and end alike, to test whether answers depend on the beginning."""
+    """Two prompts with different beginnings and the same end, to test whether answers depend on the beginning."""
 
     length: int
     asker: ModelClient
@@ -74,7 +74,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class ProofPlan:
-    """All questions and controls of a run."""
+    """The pairs of prompts that a run sends.
+
+    *questions* test the cache. *controls* test whether answers depend on the beginning of a prompt.
+    """
 
     questions: tuple[Question, ...]
     controls: tuple[Control, ...]
@@ -84,9 +87,9 @@ class ProofPlan:
 class Planner:
     """A planner of the questions to ask the models under test, whose clients are *askers*.
 
-    The first model gets prompts of all families. Each other model only gets the same prompt twice. If there are several
-    models, each also gets a prompt that was first sent to another model, whose cached blocks it must not use. Salts are
-    used only if the server honours them.
+    The first model gets pairs of prompts of all `FAMILIES`, which are the ways to share a prefix. Each other model only
+    gets pairs of equal prompts. If there are several models, each also gets a prompt that was first sent to another
+    model, whose cached blocks it must not use. Salts are used only if the server honours them.
     """
 
     askers: Sequence[ModelClient]
@@ -95,10 +98,11 @@ class Planner:
     cold: CacheBypass | None
 
     def plan(self, lengths: Sequence[tuple[int, int]], num_rounds: int) -> ProofPlan:
-        """Plan *num_rounds* questions of each family for each of *lengths*.
+        """Plan *num_rounds* rounds. For each of *lengths*, a round has one pair of prompts of each of the `FAMILIES`.
 
-        Each length is a pair: the number of tokens of a prompt, and the number of pieces to make the prompt from. In
-        every second round, requests are sent concurrently. Of every four rounds, the second and the third use a salt.
+        Each of *lengths* has two numbers: the tokens of a prompt, and the parts (tokens or words) that it is made from.
+        In every second round, requests are sent concurrently. Of every four rounds, the second and the third use a
+        salt.
         """
         questions: list[Question] = []
         controls: list[Control] = []

@@ -1,4 +1,4 @@
-"""A complete run of the test, from a server's URL to the verdict."""
+"""A complete run of `kvtier prove`, from a server's URL to the verdict on the answers from its cache."""
 
 import random
 import secrets
@@ -28,10 +28,10 @@ _EXTRA_TOKENS = 32  # limit on tokens that a server may add around a prompt and 
 
 
 def choose_prompt_format(asker: ModelClient) -> tuple[PromptFormat, Words]:
-    """Return the format of most prompts, and the format of prompts that must be text.
+    """Return the format in which to send prompts, and the format for prompts that an answer's text is appended to.
 
-    Most prompts are token ids if the server accepts token ids, and words otherwise. If the server can tokenize, the ids
-    are those of ordinary words.
+    The first is token ids if the server accepts them, else text. The second is always text. If the server can tokenize,
+    only token ids of English words are used.
     """
     answer = asker.ask(" ".join(WORDS[:_FEW]))
     words = Words((answer.prompt_tokens or _FEW) / _FEW)
@@ -105,7 +105,7 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of a run. *doubts* are sentences about what the run could not determine."""
+    """The results of a run of `kvtier prove`. *doubts* are sentences about what the run could not determine."""
 
     askers: Sequence[ModelClient]
     writing: PromptFormat

@@ -81,12 +81,9 @@ class Prover:
         return self._evidence
 
     def _ask_references(self) -> None:
-        """Make the server compute each prompt in full, first alone and then concurrently.
-
-        If the cache cannot be bypassed, only the prompts of controls are sent. They share no prefix with other prompts.
-        """
+        """Make the server compute each prompt in full, first alone and then concurrently."""
         controls = [(each.asker, prompt) for each in self._plan.controls for prompt in each.prompts]
-        if self._setting.cold is None:
+        if self._setting.cold is None:  # only prompts that share no prefix with others are sure to be computed in full
             requests = [Request(asker, prompt, is_reference=True) for asker, prompt in controls]
             self._questioner.ask_each("sending prompts without a shared prefix", requests)
             return
@@ -136,11 +133,8 @@ class Prover:
         self._evidence.was_evicted = True
 
     def _ask_suspects_again(self) -> None:
-        """Get more references for suspect answers, by having the server compute their prompts in full again.
-
-        An answer is no longer suspect if it is close to a new reference, or if the new references raise the noise
-        enough.
-        """
+        # A suspect is an answer that seems wrong. It counts as correct after all if it is close to one of the new
+        # answers, or if the new answers differ so much from each other that the allowed distance grows enough.
         suspects = Measures(self._evidence).suspects()
         if self._setting.cold is None or not suspects:
             return

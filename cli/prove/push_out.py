@@ -16,9 +16,9 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class EvictionStep:
-    """A step that makes the server evict cached blocks, before the second prompts of all questions are sent.
+    """A step that makes the server evict cached blocks, so that later prompts with the same prefix test a lower tier.
 
-    It sends other prompts of *num_tokens* tokens in total. Then it runs the shell command *command*, if it is not None.
+    First, other prompts of *num_tokens* tokens in total are sent. Then the shell command *command* is run, if not None.
     """
 
     num_tokens: int

@@ -36,21 +36,21 @@ class PromptFormat(Protocol):
 
     @property
     def num_pieces(self) -> int:
-        """Number of different pieces. Pieces are the numbers from 0 to `num_pieces` - 1."""
+        """Number of different tokens or words in prompts. Each of them (a piece) is given as a number below this."""
         ...
 
     def write(self, pieces: Sequence[int]) -> str | list[int]:
-        """Return the prompt of these pieces, in the form that `/v1/completions` accepts."""
+        """Convert a prompt, given as the numbers of its tokens or words, to the form that `/v1/completions` accepts."""
         ...
 
     def pieces_of(self, num_tokens: int) -> int:
-        """Return the number of pieces that make about *num_tokens* tokens."""
+        """Return how many pieces (tokens or words) a prompt of about *num_tokens* tokens has."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A format in which each piece stands for one of the token *ids*."""
+    """The format of prompts that are sent as token ids. `write` converts each number *i* in a prompt to `ids[i]`."""
 
     ids: tuple[int, ...] = tuple(range(_FIRST_ID, _FIRST_ID + _NUM_IDS))
     is_exact = True
@@ -68,7 +68,10 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Words:
-    """A format in which each piece stands for one of `WORDS`. On average, a word has *tokens_per_word* tokens."""
+    """The format of prompts that are sent as text. `write` converts each number *i* in a prompt to `WORDS[i]`.
+
+    *tokens_per_word* is the average number of tokens of a word.
+    """
 
     tokens_per_word: float
     is_exact = False

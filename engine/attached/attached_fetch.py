@@ -44,7 +44,8 @@ class AttachedFetch:
     ) -> None:
         """Create a fetch without leases.
 
-        *on_released* is called with the places of released blocks, so that the sidecar can end their leases or reads.
+        *on_released* is called with the indices of released blocks in this fetch, so that the sidecar can end their
+        leases or reads.
         *on_late* is called when the caller gives up waiting for the blocks that have not arrived.
         """
         self.number = number
@@ -176,7 +177,7 @@ class AttachedFetches:
         slots = numbers_in(message.slots, num_host_slots[fetch.group_id])
         owners = owners_in(message.owners, len(places))
         if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
-            raise Malformed("a failed block has an index outside its fetch")
+            raise Malformed("the index of a failed block is out of range for its fetch")
         if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
             raise Malformed("a fetched block has no slot or no digest")
         fetch.on_come(places, slots, message.digests, owners)

@@ -92,7 +92,7 @@ class Attachment(Generic[Prepared]):
         return self._why_refused
 
     def wait_tried(self, timeout_s: float) -> bool:
-        """Wait up to *timeout_s* seconds until the first attempt has succeeded or failed. Return False on timeout."""
+        """Wait until the first attempt to attach to the sidecar has ended. Return False after *timeout_s* seconds."""
         return self._has_tried.wait(timeout_s)
 
     def take(self) -> Attached[Prepared] | None:
@@ -107,7 +107,7 @@ class Attachment(Generic[Prepared]):
         self._is_wanted.set()
 
     def close(self) -> None:
-        """End the thread, and close a session that was not taken."""
+        """End the thread, and close a new session if there is one that `take` has not returned."""
         self._is_closing.set()
         self._is_wanted.set()
         self._thread.join(timeout=2 * LONGEST_PAUSE_S)  # may time out if the sidecar hangs; the thread is a daemon

@@ -187,7 +187,10 @@ class SidecarLink:
         self._attachment.close()
 
     def close_while_copying(self) -> None:
-        """Stop using the sidecar while copies hang. Leased slots return to the sidecar when this process ends."""
+        """Stop using the sidecar. Call this instead of `close` if a copy hangs.
+
+        Leased slots return to the sidecar when this process ends, because until then the copy may continue.
+        """
         for session in self._sessions():
             session.leave_open()
         self._attachment.close()

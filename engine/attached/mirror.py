@@ -25,7 +25,7 @@ class Mirror:
     """
 
     def __init__(self, block_sizes: Sequence[int], events: EventLog | None, clock: Callable[[], float]) -> None:
-        """Create an empty mirror; *block_sizes* is the block size of each group in tokens."""
+        """Create a mirror that has no blocks yet. *block_sizes* is the block size of each group in tokens."""
         self.remote = RemoteHints(clock)  # hints about the blocks in the sidecar's remote tier
         self.num_changes = 0
         self._block_sizes = block_sizes
@@ -101,7 +101,7 @@ class Mirror:
         self._tell(BlockRemoved(Tier.DISK, group_id, there, cause))
 
     def end(self) -> None:
-        """Empty the mirror, because the sidecar is gone. Later calls of `go_on` report its blocks as removed."""
+        """Forget all blocks, because the sidecar is gone. Later calls of `go_on` report these blocks as removed."""
         for group_id, host in enumerate(self._hosts):
             self._past.append((group_id, _pages(host)))
         self._hosts = [SlotIndex(0) for _ in self._hosts]
@@ -132,7 +132,7 @@ class Mirror:
         return lost
 
     def _unknown(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> list[BlockName]:
-        """Return those of *names* that the new sidecar, if there is one, has not reported in *tier*."""
+        """Return those of *names* that the current sidecar has not reported to be in *tier*."""
         if tier is Tier.HOST:
             is_there = [slot != ABSENT for slot in self._hosts[group_id].get_all(names, ABSENT)]
         else:

@@ -118,7 +118,7 @@ class AttachedStatus:
         return self._link.is_attached and self.state.is_making_room
 
     def on_attached(self) -> None:
-        """Forget the reports of the previous sidecar."""
+        """Forget what the previous sidecar reported on its tiers, because a new one is attached."""
         self.is_told, self.state = False, NO_STATE
 
     def on_told(self) -> None:
@@ -215,8 +215,8 @@ class SidecarTiers:
             groups: Attention groups of the model.
             memories: KV memory of each group, the same as in *attachment*.
             transfers: Copies between device and host slots.
-            answers: Lane (thread) that waits for the sidecar's answers, so that an answer also ends a wait for
-                *transfers*.
+            answers: Lane (thread) that waits for the sidecar's answers. Each answer also wakes an engine that waits for
+                *transfers* to end.
             clock: Returns the time in seconds.
             events: Log of KV events, or None.
             find_traced: Returns the traced requests to which stored blocks belong, for the sidecar's traces.
@@ -383,9 +383,9 @@ class SidecarTiers:
         return any(stock.is_waiting for stock in self._stocks) or self._fetches.is_any_waiting
 
     def _wake_when_heard(self) -> None:
-        """Make the owner's wait for copies also end when the sidecar answers, if a caller needs the answer.
+        """Let the sidecar's next answer wake a thread waiting for copies, if a fetch, query or store needs an answer.
 
-        An answer that only refills the stock of ready slots can wait until the next poll.
+        An answer that only reserves spare slots wakes no thread, and is processed at the next poll.
         """
         session = self._link.session
         if self._is_waking or session is None:

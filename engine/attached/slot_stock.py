@@ -89,14 +89,17 @@ class SlotStock:
         self.lent -= gone
 
     def pop_idle(self) -> list[int]:
-        """Remove and return slots not needed for `IDLE_S`, which the caller must give back to the sidecar."""
+        """Remove and return unused slots beyond *num_kept*, if the last `take` was more than `IDLE_S` seconds ago.
+
+        The caller must give them back to the sidecar.
+        """
         if self._clock() - self._used_at <= IDLE_S:
             return []
         idle, self._ready = self._ready[self._num_kept :], self._ready[: self._num_kept]
         return idle
 
     def take_ready(self) -> list[int]:
-        """Remove and return all slots that are ready."""
+        """Remove and return all reserved slots that no caller has taken."""
         ready, self._ready = self._ready, []
         return ready
 

@@ -107,7 +107,7 @@ class Hello(_Message, frozen=True):
 
     *namespace* (16 bytes) is a digest of everything besides the prompt that determines KV bytes. *engine* is an id that
     stays the same each time the engine attaches. The engine's other processes send this id with `Map`. An engine has
-    one session at a time. A further `Hello` says that its copies of all blocks that it leased earlier have ended.
+    one session at a time, and attaches again only when all copies of its previous session have ended.
     """
 
     version: int
@@ -121,7 +121,7 @@ class Hello(_Message, frozen=True):
 class Map(_Message, frozen=True):
     """A request to map the sidecar's shared memory, from another process that copies blocks for *engine*.
 
-    The sidecar answers as to `Hello`. No message follows the answer.
+    The sidecar answers with `Welcome` or `Refused`, and sends nothing else on this connection.
     """
 
     version: int
@@ -167,9 +167,9 @@ class Release(_Message, frozen=True):
 
 
 class TimeOut(_Message, frozen=True):
-    """The request to give up the reads that fetch *number* waits for, and to count them as hung.
+    """The request to give up the reads for which a fetch waits, and to count them as hung.
 
-    See `lower_tiers.Fetch.time_out`.
+    *number* identifies the fetch. See `lower_tiers.Fetch.time_out`.
     """
 
     number: int
@@ -291,7 +291,8 @@ class Told(_Message, frozen=True):
 class Fetched(_Message, frozen=True):
     """An answer to `Fetch`: blocks that are leased now, with their slots, digests and tenants (*owners*).
 
-    *failures* has the places of blocks that will never arrive, each with the reason.
+    *places* has the indices of the leased blocks in the fetch. *failures* has the indices of blocks that will never
+    arrive, each with the reason.
     """
 
     number: int
@@ -379,12 +380,12 @@ def frame_of(message: FromEngine | FromSidecar) -> bytes:
 
 
 def message_of_engine(payload: bytes | memoryview) -> FromEngine:
-    """Decode an engine's message from a frame without its length. Raises `Malformed` for an invalid message."""
+    """Decode an engine's message from the bytes after a frame's length. Raise `Malformed` if the message is invalid."""
     return _decoded(_from_engine, payload)  # type: ignore[no-any-return]  # `_decoded` returns Any
 
 
 def message_of_sidecar(payload: bytes | memoryview) -> FromSidecar:
-    """Decode a sidecar's message from a frame without its length. Raises `Malformed` for an invalid message."""
+    """Decode a sidecar's message from the bytes after a frame's length. Raise `Malformed` if the message is invalid."""
     return _decoded(_from_sidecar, payload)  # type: ignore[no-any-return]
 
 
@@ -453,14 +454,14 @@ def digests_in(data: bytes, num_blocks: int) -> list[bytes]:
 
 
 def packed(numbers: Ids | npt.NDArray[Any] | Sequence[int]) -> bytes:
-    """Return slots or places as bytes."""
+    """Return numbers, such as host slots or indices of blocks, as bytes."""
     return np.asarray(numbers, "<i4").tobytes()
 
 
 def numbers_in(data: bytes, limit: int) -> Ids:
     """Unpack numbers packed by `packed`. Raises `Malformed` unless each number is from 0 to *limit* - 1."""
     if len(data) % 4 or len(data) > 4 * MAX_BLOCKS:
-        raise Malformed(f"wrong length of numbers: {len(data)} bytes, not 4 for each of up to {MAX_BLOCKS}")
+        raise Malformed(f"slots or indices have {len(data)} bytes; send 4 bytes for each of at most {MAX_BLOCKS}")
     numbers = np.frombuffer(data, "<i4").astype(np.intp)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
         raise Malformed(f"a number is out of range; it must be at least 0 and less than {limit}")
@@ -484,11 +485,14 @@ def starts_of(names: Sequence[BlockName], parents: Sequence[BlockName | None]) -
 
 
 def parents_in(names: Sequence[BlockName], starts: Sequence[Start]) -> list[BlockName | None]:
-    """Return the parents encoded by `starts_of`. Raises `Malformed` for invalid starts."""
+    """Return each block's parent: the block before it, unless *starts* has another.
+
+    Raises `Malformed` if *starts* is invalid.
+    """
     parents: list[BlockName | None] = [None, *names[:-1]] if names else []
     for start in starts:
         if not 0 <= start.place < len(names) or (start.parent is not None and len(start.parent) != NAME_BYTES):
-            raise Malformed("an entry of starts has an invalid place or parent")
+            raise Malformed("in the field `starts`, an entry has an invalid block index or parent name")
         parents[start.place] = None if start.parent is None else BlockName(start.parent)
     return parents
 

@@ -29,7 +29,7 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The segments of a step, divided by the code that computes their attention.
+    """The segments of a step, grouped by the kernel or function that computes their attention.
 
     A segment is the part of a step that belongs to one request. On a CPU, segments of a single token are *rows*: they
     have a kernel of their own. For all other segments, and for single tokens that this kernel does not support,
@@ -55,7 +55,7 @@ class GroupStep:
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """Return the segments, divided by the code that computes their attention.
+        """Return the step's segments, grouped by the kernel or function that computes their attention.
 
         *num_heads* is the number of query heads of a layer. *has_softcap* and *has_sinks* say whether the layer
         caps scores and has attention sinks.

@@ -86,9 +86,9 @@ def check_miniature(paged: PagedModel) -> None:
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
-    """Check the logits of two requests that share steps of paged attention.
+    """Check that *small*, a small copy of *model*, gives the same logits with paged attention as with its own.
 
-    They must equal the logits of each request alone with the miniature's own attention. *model* is only for messages.
+    Two requests share the steps of paged attention. With its own attention, each request runs alone.
     """
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]

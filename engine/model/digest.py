@@ -90,7 +90,7 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
 
 
 class _Digest:
-    """The running hash of `weights_digest`, to which the modules of a model are fed one by one."""
+    """The running hash of `weights_digest`, to which the modules of a model are added one by one."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
@@ -102,7 +102,7 @@ class _Digest:
         return self._total.hexdigest()
 
     def module(self, name: str, module: torch.nn.Module) -> None:
-        """Feed one module, without its submodules."""
+        """Add a module to the hash, without its submodules."""
         own = vars(module)
         if (code := find_hook_or_forward(module)) is not None:
             self._refuse(name, f"has {code}", "remove it")
@@ -121,7 +121,7 @@ class _Digest:
                 self._feed(f"{name}.{part}", value, with_words=is_public)
 
     def _feed(self, name: str, value: Any, with_words: bool) -> None:
-        """Feed the tensors in *value* and, if *with_words* is True, also its numbers, strings and function names."""
+        """Add the tensors in *value* to the hash and, if *with_words*, also its numbers, strings and function names."""
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
                 if with_words:
@@ -173,7 +173,7 @@ class _Digest:
             self._feed(f"{name}.{key}", value, with_words)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Feed a tensor. If its subclass wraps other tensors, feed these and the metadata of the subclass."""
+        """Add a tensor to the hash. If it only wraps other tensors, add these and its other data."""
         if hasattr(tensor, "__tensor_flatten__"):
             inner, context = tensor.__tensor_flatten__()
             self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")

@@ -18,7 +18,7 @@ outcomes: dict[tuple[str, Hashable], bool] = {}  # (path, subject) -> whether it
 
 
 def are_off() -> bool:
-    """Return whether the environment disables all fast paths."""
+    """Return whether the environment variable KVTIER_FAST_PATHS turns off the faster replacements of torch code."""
     return os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false")
 
 

@@ -33,7 +33,7 @@ class GpuShare:
 
     @classmethod
     def of(cls, config: Config, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Self:
-        """Return the division for a *model* with weights in *dtype*. Raise ValueError if *device* is not a GPU.
+        """Divide the memory of *device* for a *model* with weights in *dtype*. Raise ValueError if it is not a GPU.
 
         The model itself may be on the meta device, without weights.
         """

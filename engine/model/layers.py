@@ -80,7 +80,8 @@ class _Observation:
 
     `make_mask` creates transformers' own mask and records its rule: a function that says for any two positions whether
     the query reads the key. `attend` finds the rule of the mask that a layer passes. The rule says which keys the
-    layer reads, even far beyond the two tokens. A layer with any other mask is refused.
+    layer reads in a prompt of any length, although the model runs on only two tokens. A layer with any other mask is
+    refused.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -107,7 +108,10 @@ class _Observation:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Record the layer and return zeros. This is the attention function registered with transformers."""
+        """Record the layer's attention. Return zeros, so that the model goes on to its next layer.
+
+        This is the attention function registered with transformers.
+        """
         layer_id = getattr(module, "layer_idx", None)
         if not isinstance(layer_id, int) or layer_id in self.layers:
             raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
@@ -150,7 +154,7 @@ class _Observation:
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
         """Raise `UnsupportedModel` if the layer's mask does not fit its kind of attention.
 
-        The masks are compared near the edges of windows or chunks, and at far positions.
+        The masks are compared near the edges of windows or chunks, and at very large positions.
         """
         _, rule = self._masks.get(id(mask), (None, None))
         if rule is None:
@@ -211,7 +215,7 @@ AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get()
 
 
 def _run(model: PreTrainedModel, observation: _Observation) -> None:
-    """Run the model on two tokens, with *observation* replacing its attention."""
+    """Run the model on two tokens, with an attention function that records each layer's call in *observation*."""
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
@@ -238,7 +242,10 @@ def _refuse_configuration(model: PreTrainedModel) -> None:
             "an adapter is already loaded into it; load the model without it, and configure it in [lora]"
         )
     if getattr(config, "attn_temperature_tuning", False):
-        raise UnsupportedModel("it scales attention by a row's index in the batch (attn_temperature_tuning)")
+        raise UnsupportedModel(
+            "it scales attention by a token's index in the batch, not by its position in the prompt "
+            "(attn_temperature_tuning)"
+        )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModel(f"its rotary embedding ({rope_type}) changes with the length of the prompt")
@@ -254,7 +261,7 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _edges(group: AttentionGroup) -> list[int]:
-    """Return positions at which to compare masks: the edges of the group's window or chunks, and far positions."""
+    """Return token positions at which to compare masks: edges of the group's window or chunks, and very large ones."""
     match group:
         case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
             return [0, limit, 2 * limit, 3 * limit, FAR - limit, FAR]

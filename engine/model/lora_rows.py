@@ -71,7 +71,7 @@ class LoraRows:
 
     @contextmanager
     def inputs(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Record the inputs of the adapted layers in the context: tensors [rows, in_features] by layer name."""
+        """Record the adapted layers' inputs while the `with` block runs: tensors [rows, in_features] by layer name."""
         seen: dict[str, torch.Tensor] = {}
 
         def see(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -87,10 +87,11 @@ class LoraRows:
     def check_order(
         self, both: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], num_tokens: int
     ) -> None:
-        """Raise `UnusableLora` if a layer gets only some tokens of a pass or gets them in another order, as experts do.
+        """Raise `UnusableLora` if a layer, such as an expert, does not get all tokens of a pass in their order.
 
-        *both* and *second* are results of `inputs`. *both* is from a pass of two chunks with *num_tokens* tokens each,
-        and *second* is from a pass of the second chunk alone.
+        *both* has the layers' inputs, recorded by `inputs`, in a pass of two chunks of *num_tokens* tokens each.
+        *second* has the inputs in a pass of the second chunk alone. For each layer, the second half of the rows in
+        *both* must be close to the rows in *second*.
         """
         for name, rows in both.items():
             num_rows = 1 if self._layers[name] is self._output_layer else num_tokens

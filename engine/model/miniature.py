@@ -40,7 +40,7 @@ class Number:
     key: str | int
 
     def get(self) -> Any:
-        """Return the current number."""
+        """Return the current value of this number in the configuration."""
         return getattr(self.holder, str(self.key)) if _is_config(self.holder) else self.holder[self.key]
 
     def set(self, value: Any) -> None:
@@ -75,7 +75,7 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
             else:
                 yield small
     raise NoMiniature(
-        f"{type(reason).__name__ if reason else 'all small copies differ too much from the model'}"
+        f"building one raises {type(reason).__name__}" if reason else "none has the model's kinds of attention"
     ) from reason
 
 
@@ -140,9 +140,9 @@ def _cut_heads(config: PreTrainedConfig) -> None:
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model from *config*, with as many numbers as possible cut to `LIMIT`.
+    """Build a model from *config*, after reducing as many of its numbers as possible to `LIMIT`.
 
-    A number stays as it is if the shape of a weight depends on it, or if the code fails with `LIMIT`.
+    A number keeps its value if the shape of a weight depends on it, or if the model's code fails with the smaller one.
     """
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
@@ -220,7 +220,10 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
 
 @oom_as_memory_error("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
-    """Run the model once with its own attention, on a prompt longer than `LIMIT`."""
+    """Run the model once, to see whether its code works with the reduced configuration.
+
+    The prompt is longer than any window or chunk that was reduced to `LIMIT`.
+    """
     with torch.inference_mode():
         model(input_ids=torch.arange(3 * LIMIT)[None] % (VOCAB // 2), use_cache=False)
 

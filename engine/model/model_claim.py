@@ -14,7 +14,7 @@ from kvtier.engine.model.errors import ChangedModel
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """The state shared by all claims of one model."""
+    """The state shared by all engines that use one model."""
 
     own_attention: str  # the model's attention function before the first claim
     num_claims: int = 0

@@ -1,8 +1,8 @@
 """Choice: whether attention reads KV blocks in place or gathers (copies) them first, whichever is faster.
 
-A segment is the tokens of one request in one step. Segments are divided into classes by their numbers of queries and
-keys. For each class, the speeds of both paths are measured at load, so that no request waits for the measurement. The
-choice for a `Shape` then stays the same for the life of the process, so it does not depend on earlier requests.
+A segment is the tokens of one request in one step. Segments are divided into size classes by their numbers of queries
+and keys. For each class, the speeds of both paths are measured at load, so that no request waits for the measurement.
+The choice for a `Shape` then stays the same for the life of the process, so it does not depend on earlier requests.
 
 Blocks are always gathered if the device is a CPU, if Triton is missing, or if the kernel does not compile or gives
 wrong results. On a CPU, `cpu.row_attention` may compute single tokens, without either path.
@@ -43,7 +43,7 @@ NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a layer's attention that determine its speed, in addition to the class of the segment."""
+    """The properties of a layer's attention that determine its speed, besides the numbers of queries and keys."""
 
     device: torch.device
     dtype: torch.dtype
@@ -55,17 +55,17 @@ class Shape:
     has_sinks: bool
 
 
-Class = tuple[int, int]  # class of a segment: the ranges of QUERY_BOUNDS and KEY_BOUNDS that it falls into
+Class = tuple[int, int]  # size class of a segment: its ranges of QUERY_BOUNDS and KEY_BOUNDS, numbered from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The classes of segments whose blocks are gathered. The blocks of all other segments are read in place."""
+    """A rule: for which numbers of queries and keys attention copies KV blocks instead of reading them in place."""
 
-    gathered: frozenset[Class]
+    gathered: frozenset[Class]  # the sizes for which blocks are copied first
 
     def in_place(self, part: Segment) -> bool:
-        """Return whether the segment's blocks are read in place."""
+        """Return whether attention reads the KV blocks of this segment in place, without copying them first."""
         return class_of(part) not in self.gathered
 
 
@@ -73,7 +73,7 @@ ALL_GATHERED = Choice(frozenset(product(range(len(NUM_QUERIES)), range(len(ENDS)
 
 
 def class_of(part: Segment) -> Class:
-    """Return the class of a segment, by its numbers of queries and keys."""
+    """Return the size class of a segment (one request's tokens in a step), by its numbers of queries and keys."""
     return bisect.bisect_left(QUERY_BOUNDS, part.num_queries), bisect.bisect_left(KEY_BOUNDS, part.num_keys)
 
 
@@ -81,9 +81,10 @@ _choices: dict[Shape, Choice] = {}  # per process, because two engines of one sh
 
 
 def choose(shape: Shape, slab: torch.Tensor) -> Choice:
-    """Return the choice for *shape*. The first call measures it on *slab*, without changing the slab.
+    """Choose for which numbers of queries and keys attention copies KV blocks first instead of reading them in place.
 
-    The measurement blocks the caller for about a second, or longer if Triton has to compile the kernels first.
+    The first call for a *shape* measures both ways on *slab*, without changing the slab. It blocks the caller for about
+    a second, or longer if Triton has to compile the kernels first.
     """
     choice = _choices.get(shape)
     if choice is None:
@@ -123,8 +124,9 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         torch.cuda.set_rng_state(state, shape.device)
         torch.cuda.empty_cache()  # free the memory that gathering used for the longest context
     log.info(
-        "attention of %s: blocks will be gathered for segments of the classes %s (pairs of query range and key range, "
-        "numbered from 0), and read in place for all other segments",
+        "attention of %s: KV blocks will be gathered (copied first) for requests of these size classes, and read in "
+        "place for all others: %s; a size class (q, k) has the q-th range of the number of queries and the k-th range "
+        "of the number of keys, and 0 is the lowest range",
         shape,
         sorted(gathered),
     )
@@ -132,7 +134,6 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
 
 
 def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
-    """Return the classes of segments for which gathering was faster."""
     slower: dict[Class, bool] = {}
     for num_queries, end in product(NUM_QUERIES, ENDS):
         if num_queries > end:
@@ -146,9 +147,9 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
 
 
 def largest_error(shape: Shape) -> float:
-    """Return the largest difference between the results of both paths, as a fraction of the largest value.
+    """Return the largest difference between attention over KV blocks in place and attention over copied blocks.
 
-    Both paths compute a short prompt and a decoding step.
+    Both compute a short prompt and a decoding step. The result is a fraction of the largest value.
     """
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
@@ -210,7 +211,7 @@ def both_ways(
 
 
 def plan_for(shape: Shape, segments: list[Segment]) -> LaunchPlan:
-    """Return the launch plan of *segments*, whose blocks are read in place."""
+    """Plan the kernel launches that compute attention for *segments* and read their KV blocks in place."""
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 
 

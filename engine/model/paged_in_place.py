@@ -49,7 +49,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The segments of a step in the format of the kernels. All layers of an attention group use the same plan."""
+    """The input of the Triton kernels in a step. Each segment is the tokens of one request.
+
+    All layers of an attention group use the same plan.
+    """
 
     segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
     slots: torch.Tensor  # int32: the block tables of all segments, one after the other
@@ -202,9 +205,9 @@ def attend_in_place(
 
 
 def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
-    """Return the number of splits into which the keys of each tile of a segment are cut.
+    """Return into how many splits to cut the keys, so that about *num_programs* Triton programs fill the GPU.
 
-    Without splits, the segment has *num_programs_alone* programs. About *num_programs* are needed to fill the GPU.
+    Without splits there would be *num_programs_alone* programs.
     """
     match part.group:
         case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):

@@ -222,7 +222,7 @@ def merge_splits(
     PADDED_DIM: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):
-    """Merge the results of all splits for one query and head. Grid: (num_rows, num_heads)."""
+    """Merge the partial results for one query and head, each over a part of the keys. Grid: (num_rows, num_heads)."""
     head = tl.program_id(1)
     segments += tl.load(rows + 2 * tl.program_id(0)) * SEGMENT_FIELDS
     query_id = tl.load(rows + 2 * tl.program_id(0) + 1)

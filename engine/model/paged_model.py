@@ -1,4 +1,4 @@
-"""PagedModel: a transformers model whose attention reads and writes kvtier's slabs."""
+"""PagedModel: a transformers model whose attention keeps keys and values in kvtier's KV blocks on the device."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -33,7 +33,7 @@ class ModelRunner(PagedModel):
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
-        UnusableLora: If an adapter cannot be applied to the tokens of its own requests alone.
+        UnusableLora: If an adapter would also change the results of requests that do not use it.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def over(self, params: SamplingParams) -> SamplingParams:
-        """Return *params* with the model's defaults, which replace the values of the same names."""
+        """Return a copy of *params* with the model's defaults, which replace even values that a client has given."""
         return replace(params, **self.given)  # type: ignore[arg-type]  # the values are checked by `of`
 
 

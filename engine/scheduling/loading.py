@@ -91,10 +91,15 @@ class _Found:
 class Loading:
     """A state machine that brings the cached prefix of one request (its hit) to the device.
 
-    The load has two phases. First, the request waits for *room*: dirty blocks that the hit would evict from the device
-    are copied to host memory. Then the missing blocks are *promoted*, which means copied to device slots. A hit can be
-    *split*: the request computes the beginning while the rest is promoted. The scheduler calls the methods in this
-    table. Owned by the engine's thread.
+    A request is *queued* until its hit is looked up (*found*). Then it waits for *room*, that is, until dirty blocks
+    that the hit would evict from the device are copied to host memory. Last, the missing blocks are promoted, which
+    means copied to device slots. Meanwhile the request computes nothing (*parked*), except in two cases:
+
+    - *split*: The request computes the beginning of the hit while the rest is promoted.
+    - *early*: The blocks arrive layer by layer, and a step computes on the layers that are there. If blocks are still
+      in flight shortly after the step, its results are discarded, and the request waits for these blocks (*late*).
+
+    The scheduler calls the methods in this table. Owned by the engine's thread.
 
     | method         | state before         | state after                                                          |
     |----------------|----------------------|----------------------------------------------------------------------|
@@ -108,13 +113,11 @@ class Loading:
     |                | split                | loaded, once the request has computed the beginning                  |
     | `begin_early`  | parked               | early, if layers arrive one by one and slots are free; else parked   |
     |                | late                 | late                                                                 |
-    | `settle`       | early                | loaded if all blocks arrived; late if some are still in flight;      |
-    |                |                      | loaded or parked, as after `take_in`, if some blocks failed          |
+    | `settle`       | early                | late if blocks are still in flight; else loaded or parked again      |
     | `give_up`      | any before loaded    | given up                                                             |
 
-    In the states queued, found and room, a loading leases no slots. In all later states before *loaded*, it leases the
-    slots of the promoted blocks. In state *early*, it also leases slots for the tokens that the step computes. In state
-    *split*, the slots of the hit's beginning already belong to the request's tables. The request itself releases them.
+    The load leases slots from `begin` on. In state *loaded*, all of them belong to the request's block tables; in state
+    *split*, only those of the hit's beginning. The scheduler releases the slots in these tables.
     """
 
     def __init__(self, request: "Request", around: LoadingContext) -> None:
@@ -146,9 +149,9 @@ class Loading:
 
     @property
     def has_come(self) -> bool:
-        """True if `take_in` may be called, because no block is in flight any more.
+        """True once each block that is being loaded has arrived or failed.
 
-        For a split hit, the request must also have computed all tokens before the promoted part.
+        In state *split*, the request must also have computed all tokens before these blocks.
         """
         promotion = self._promotion
         if promotion is None or not promotion.done:
@@ -162,12 +165,12 @@ class Loading:
 
     @property
     def num_to_compute(self) -> int:
-        """For a split hit, the number of tokens before the promoted part that are still to be computed; else 0."""
+        """Number of tokens that the request has yet to compute before the first block that is being loaded; often 0."""
         return max(0, self._coming.start - self._request.num_computed)
 
     @property
     def gate(self) -> LayerGate | None:
-        """Gate with which a step in state *early* waits for each layer's blocks; None in all other states."""
+        """Gate at which the current step waits for each layer of the prefix to arrive; None if it need not wait."""
         return self._coming.gate if self.state is LoadingState.EARLY else None
 
     def num_slots(self) -> list[int]:
@@ -228,9 +231,9 @@ class Loading:
             self._become(LoadingState.QUEUED)
 
     def wait_turn(self) -> None:
-        """Leave the state *room*, because the request must first wait for slots or for its turn.
+        """Stop waiting for room (see `ask_for_room`), because slots are missing or another request goes first.
 
-        The load's time limit stops. In other states, do nothing.
+        The load's time limit starts anew with the next `ask_for_room`. In other states than *room*, do nothing.
         """
         if self.state is LoadingState.ROOM:
             self._withdraw()
@@ -239,9 +242,9 @@ class Loading:
     def ask_for_room(self) -> bool:
         """Start to copy down the dirty blocks that the hit would evict, and return whether the load may begin.
 
-        The load may begin once all these copies are done, or when the wait becomes too long. After a wait that was
-        too long, other loads do not wait for a while. Call this in every step until it returns True, or call
-        `wait_turn`.
+        The load may begin once all these copies are done, or after waiting for `ROOM_SHARE` of its time limit. In the
+        latter case, the loads of later requests do not wait at all for a while, so that slow copies do not hold up the
+        queue. Call this in every step until it returns True, or call `wait_turn`.
         """
         assert self._found is not None, "room is asked for before the hit is looked up"
         clock, breaker = self._around.clock, self._around.room
@@ -321,10 +324,10 @@ class Loading:
         return num_tokens
 
     def settle(self) -> bool:
-        """Wait briefly for all blocks that an early step used, and return True if they arrived and were verified.
+        """Wait briefly for the rest of the prefix, after a step that began before all of it had arrived.
 
-        Otherwise discard the tokens that the step computed. The request computes them again once no block is in flight
-        any more.
+        Return True if all its blocks have arrived and were verified. Otherwise, discard the tokens that the step
+        computed; the request computes them again later.
         """
         self._expect({LoadingState.EARLY})
         request, promotion = self._request, self._coming
@@ -345,7 +348,7 @@ class Loading:
         return False
 
     def give_up(self) -> None:
-        """End the loading and release its leases. The request itself releases the leases in its tables."""
+        """Stop loading and release the slots leased for it. The caller releases those in the request's block tables."""
         self._expect(WAITING | COMING)
         self._withdraw()
         if self.state is LoadingState.EARLY:  # only after the step has failed
@@ -356,7 +359,7 @@ class Loading:
         self._found = self._promotion = None
 
     def check(self) -> None:
-        """Raise AssertionError if the loading's hit, promotion or slots do not fit its state."""
+        """Raise AssertionError if the state of the load does not fit its other attributes or its request."""
         state, promotion = self.state, self._promotion
         assert (self._found is not None) == (state in (LoadingState.FOUND, LoadingState.ROOM)), (
             f"{state}, and has found {self._found}"
@@ -390,9 +393,8 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """End the wait for room, without reporting its duration to the circuit breaker for such waits."""
         if self._attempt is not None:
-            self._around.room.withdraw(self._attempt)
+            self._around.room.withdraw(self._attempt)  # the wait for room was cut short, so its duration says nothing
             self._attempt = None
 
     def _lookup(self) -> Hit:
@@ -418,9 +420,9 @@ class Loading:
         return max(0.0, self._asked_at + self._around.max_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
-        """Give the request the first blocks of a split hit, which are on the device, and promote the last blocks.
+        """Promote the blocks from token `hit.start` on, while the request computes the tokens before them.
 
-        The last blocks begin at token `hit.start`. Meanwhile the request computes the tokens before them.
+        The request gets those blocks before `hit.start` that are already on the device, and computes the others.
         """
         front = self._cache.promote(self._cache.plans.on_device(hit))
         assert front.done, "a promotion of blocks that are on the device is not done at once"
@@ -430,7 +432,7 @@ class Loading:
         self._become(LoadingState.SPLIT)
 
     def _join(self) -> None:
-        """Append the promoted blocks of a split hit to the request's tables, whose earlier tokens are now computed."""
+        """Append to the request's block tables the blocks whose promotion `_split` started."""
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
@@ -448,7 +450,7 @@ class Loading:
             self._become(LoadingState.PARKED)
 
     def _arrive(self) -> None:
-        """Hand over the prefix that arrived. If a bad block cut it short, promote the rest first."""
+        """Give the request the promoted prefix. If a bad block ended the promotion early, promote the rest first."""
         promotion = self._coming
         if promotion.reason_at_end in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(), start=0)  # what has arrived is on the device, so there is nothing to split
@@ -459,7 +461,7 @@ class Loading:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Count the loaded tokens as computed by the request. Its tables now own the leases of their slots."""
+        """Count the loaded tokens as computed by the request, and record when each tier's blocks arrived."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied

@@ -33,7 +33,7 @@ class LookAhead:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory pinned for the queue."""
+        """Bytes of host memory that are pinned for waiting requests."""
         return self._timed.num_bytes(self)
 
     def look(self, waiting: WaitingQueue) -> None:

@@ -37,7 +37,7 @@ class Work:
 
     @property
     def scored(self) -> range:
-        """Positions of these tokens whose logits are needed for the prompt's logprobs; empty if none are requested."""
+        """Positions that this work computes and whose logits are needed for the prompt's logprobs; may be empty."""
         scores, start = self.request.scores, self.request.num_computed
         return range(0) if scores is None else scores.wanted(start, start + self.num_tokens)
 
@@ -65,9 +65,9 @@ class Scheduler:
         """Create a scheduler without requests.
 
         A load may take *load_timeout_s* seconds, including the wait for room on the device. Then the request starts
-        with the blocks that have arrived. *trails* receives a `Trail` for each admitted request. The caller has to
-        remove each `Trail` with `Trails.end`. *max_scored* is the maximum number of tokens per step for which prompt
-        logprobs are computed.
+        with the blocks that have arrived. In *trails*, the scheduler records for each request from which tiers the
+        blocks of its prompt came. The caller must remove these records with `Trails.end`. *max_scored* is the maximum
+        number of tokens per step for which prompt logprobs are computed.
         """
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
@@ -196,7 +196,7 @@ class Scheduler:
         self._release(request)
 
     def check(self) -> None:
-        """Raise AssertionError if a request's queue does not match its loading's state, or a loading is invalid."""
+        """Raise AssertionError if a request is in the wrong queue, or the state of its `Loading` is invalid."""
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {LoadingState.SPLIT})):
             for request in requests:
                 assert _loading_of(request).state in states, (
@@ -235,10 +235,10 @@ class Scheduler:
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
-        """Start the request's loading. Return False if the request has to wait for slots or for `ask_for_room`.
+        """Start to load the request's cached prefix. Return False if the request has to wait instead.
 
-        A request starts only if it will probably not cause the preemption of a running request that is as urgent. If no
-        other request is active, it may always start.
+        It waits while too many requests run, while too few device slots are free, or while dirty blocks are copied down
+        to make room for the prefix. In the first two cases, it waits only if no less urgent request can be preempted.
         """
         loading = _loading_of(request)
         may_run = self._may_one_more_run or self._give_way(request, step)
@@ -307,7 +307,7 @@ class Scheduler:
         return busy_s
 
     def _take_in(self) -> None:
-        """Complete the loadings whose prefix has arrived, so that their requests run from now on."""
+        """Hand over the cached prefixes that have arrived on the device, so that their requests run from now on."""
         for request in [parked for parked in self.promoting if _loading_of(parked).has_come]:
             _loading_of(request).take_in()
             self.promoting.remove(request)
@@ -329,7 +329,7 @@ class Scheduler:
                 self.promoting.append(request)
 
     def _end_loading(self, request: Request) -> None:
-        """End the loading of a request that has its prefix, and count which tiers its tokens came from."""
+        """Record that the request's cached prefix is on the device, and count which tiers its tokens came from."""
         loading, request.loading = _loading_of(request), None
         request.timeline.on_loaded(self._around.clock())
         if request.reads_cache:
@@ -360,7 +360,7 @@ class Scheduler:
         return num_tokens
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
-        """Return *num_tokens*, reduced so that the step scores at most `_max_scored` prompt tokens."""
+        """Return *num_tokens*, reduced so that the step computes at most `_max_scored` prompt logprobs."""
         scored = Work(request, num_tokens).scored
         left = self._max_scored - sum(len(work.scored) for work in step)
         return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
@@ -413,12 +413,11 @@ def _priority(request: Request) -> int:
 
 
 def _num_left(request: Request) -> int:
-    """Return how many tokens the request can compute now; for a split hit, only those before the promoted part."""
+    """Return how many tokens the request can compute now: while blocks are being loaded, only those before them."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
 def _loading_of(request: Request) -> Loading:
-    """Return the loading of a request that waits or is being promoted."""
     assert request.loading is not None, "the request has no loading, so it already has its prefix"
     return request.loading
 
@@ -431,7 +430,7 @@ class SharedPrefill:
     """
 
     def __init__(self, min_tokens: int) -> None:
-        """Create the policy. No request waits for fewer than *min_tokens* tokens, which it can compute in one step."""
+        """Create the policy. A request waits only if at least *min_tokens* shared tokens are still to be computed."""
         self._min_tokens = min_tokens
 
     def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:

@@ -43,8 +43,7 @@ class SlotDemand:
         return True
 
     def _of_all(self, request: Request) -> list[int]:
-        """Return for each group the maximum number of slots for the request's known tokens and one more token."""
-        return self.of(len(request.token_ids) + 1)
+        return self.of(len(request.token_ids) + 1)  # including the next token to be generated
 
     def _to_come(self, request: Request) -> list[int]:
         """Return for each group how many slots the request still needs to compute its prompt.
@@ -75,12 +74,10 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 
 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
-    """Return `max_blocks` for one group that forgets old blocks, such as one with a sliding window.
-
-    The result is the maximum over all tokens at which a chunk may start. If several such starts need the same first
-    block, only the last start is tried, because its chunk needs the most blocks. After `block_size` tries, the numbers
-    of blocks repeat. (Trying all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
-    """
+    """Return how many blocks a request holds at most in a group that forgets old blocks, wherever its chunks start."""
+    # Of the starts that need the same first block, only the last is tried, because its chunk needs the most blocks.
+    # After `block_size` tries, the numbers of blocks repeat. (Trying all starts took 47 ms for a prompt of a new
+    # length; this takes 0.1 ms.)
     start, limit = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):
         first = group.first_needed(start)

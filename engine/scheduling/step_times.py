@@ -18,7 +18,10 @@ class StepTimes:
     """
 
     def __init__(self, prefill: PrefillSpeed, min_tokens: int) -> None:
-        """Report to *prefill*. A step counts as prefill if it computes at least *min_tokens* tokens of one request."""
+        """Create a stopwatch that reports the times of steps to *prefill*.
+
+        A step counts as prefill if it computes at least *min_tokens* tokens of one request.
+        """
         self._prefill = prefill
         self._min_tokens = min_tokens
         self._is_prefill = False

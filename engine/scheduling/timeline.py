@@ -47,7 +47,7 @@ class Stretch(NamedTuple):
 class Timeline:
     """Times of one request's events on one monotonic clock. Owned by the engine's thread.
 
-    A preempted request leaves the queue and loads its prefix again. The times of its first run count.
+    If a request is preempted and starts again, *begun_at* and *loaded_at* remain those of its first start.
     """
 
     arrived_at: float
@@ -96,7 +96,7 @@ class Timeline:
         self.ended_at = now if self.ended_at is None else self.ended_at
 
     def note(self, stage: Stage, start: float, end: float) -> None:
-        """Record that *stage* lasted from *start* to *end*. If a stage occurs again, its last times count."""
+        """Record that *stage* lasted from *start* to *end*, replacing earlier times of the same stage."""
         self._noted[stage] = start, end
 
     def stretches(self) -> tuple[Stretch, ...]:

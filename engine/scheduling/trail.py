@@ -31,15 +31,18 @@ TrailListener: TypeAlias = Callable[[RequestRecord, Trail], None]
 
 
 class Trails:
-    """The trail of each unfinished request whose prefix has been loaded. Owned by the engine's thread."""
+    """The origins of the prompt blocks of each request whose prefix was loaded, until the request ends.
+
+    Owned by the engine's thread.
+    """
 
     def __init__(self) -> None:
         self._trails: dict[Hashable, Trail] = {}
 
     def begin(self, request: Hashable, trail: Trail) -> None:
-        """Keep the request's trail. A request that was preempted and loads again keeps its first trail."""
+        """Store a request's trail, the origins of its prompt blocks, unless it has one from before a preemption."""
         self._trails.setdefault(request, trail)
 
     def end(self, request: Hashable) -> Trail | None:
-        """Return and remove the trail of a request that has ended; None if its prefix was never loaded."""
+        """Remove and return an ended request's trail, the origins of its prompt blocks; None if it has no trail."""
         return self._trails.pop(request, None)

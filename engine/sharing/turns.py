@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """An equal share of *total* units for each of *num_tenants* tenants, at least one unit each.
+    """An equal share of a resource for each of *num_tenants* tenants, at least one of its *total* units each.
 
     A tenant may exceed its share by an amount that depends on the resource:
 
-    - Pinned host memory is held for long. A tenant gets its share at most, so it learns nothing about other tenants.
+    - Pinned host memory is held for long. A tenant gets at most its share, so it cannot tell how much others use.
     - A tokenizer thread becomes free soon, but cannot be taken away. A tenant gets at most `max_of_one` threads.
     - A place in a queue can be taken away. A tenant may use all places until a tenant below its share needs one.
     """
@@ -21,12 +21,12 @@ class FairShare:
 
     @property
     def each(self) -> int:
-        """Number of units that a tenant is guaranteed, whatever the other tenants use."""
+        """Number of units of the resource that each tenant is guaranteed, whatever the other tenants use."""
         return max(1, self.total // max(1, self.num_tenants))
 
     @property
     def max_of_one(self) -> int:
-        """Maximum number of units of one tenant: all but one if there are other tenants, otherwise all."""
+        """Maximum number of units that one tenant may use: all but one if there are other tenants, otherwise all."""
         return self.total if self.num_tenants <= 1 else max(1, self.total - 1)
 
 
@@ -44,16 +44,16 @@ class Turns:
 
     @property
     def num_taken(self) -> int:
-        """Number of units in use."""
+        """Number of the semaphore's units that tasks have taken."""
         return self._taken.total()
 
     @property
     def num_waiting(self) -> int:
-        """Number of tasks that wait for a unit."""
+        """Number of tasks that wait for one of the semaphore's units."""
         return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a unit and take it. A task that is cancelled while it waits takes none."""
+        """Wait for one of the semaphore's units and take it. A task that is cancelled while it waits takes none."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._serve()
@@ -65,7 +65,7 @@ class Turns:
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """Return one unit of the tenant, and grant it to the next waiting task."""
+        """Give back a unit of the semaphore that a task of the tenant has taken. The next waiting task gets it."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]

@@ -99,12 +99,12 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
     The id of the encryption key becomes part of the namespace, so blocks stored under another key are misses.
 
     Raises:
-        ValueError: If *namespace* is not marked for the store's codec, see `with_rounding_of`.
+        ValueError: If `namespace.kv_quantization` does not match the codec in *config*, see `with_rounding_of`.
     """
     if with_rounding_of(namespace, config) != namespace:
         raise ValueError(
             f"disk: codec {config.codec} does not fit a namespace with kv_quantization {namespace.kv_quantization!r}; "
-            "apply with_rounding_of to the namespace"
+            "pass the namespace that with_rounding_of(namespace, config) returns"
         )
     cipher = store.settings.cipher
     namespace = replace(namespace, encryption_key_id="" if cipher is None else cipher.key_id.hex())

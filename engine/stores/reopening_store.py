@@ -254,9 +254,9 @@ class ReopeningStore:
         self._attempted.set()
 
     def _watch(self, folder: "_Folder") -> bool:
-        """Watch the folder, and return True once the thread must stop.
+        """Watch the folder until the thread must stop, and return True.
 
-        If the folder is removed or replaced before, kill the store's process and return False.
+        If the folder is removed or replaced meanwhile, kill the store's process and return False.
         """
         with folder:
             while folder.is_there():

@@ -78,13 +78,14 @@ def _with_end_mark(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_end_mark(text: str, content: str) -> str:
-    """Return the rendered *text* before the end mark.
+    """Return the rendered *text* before `_END_MARK`, which `_with_end_mark` put behind the last message's *content*.
 
-    If the space after the mark is missing, the template strips trailing spaces. It could not strip those of *content*,
-    because the mark followed them, so they are removed here.
+    If the template strips a message's trailing spaces, those at the end of *content* are removed here. The template
+    could not strip them, because the mark follows them.
     """
     before, mark, behind = text.rpartition(_END_MARK)
     if not mark:
         raise LostContent("the prompt would lack the last message, so the answer cannot continue that message")
     num_blanks = len(content) - len(content.rstrip()) if content.strip() else 0
+    # A template that strips trailing spaces has removed the space behind the mark.
     return before[: len(before) - num_blanks] if num_blanks and not behind.startswith(" ") else before

@@ -102,15 +102,15 @@ class Detokenizer:
         return text
 
     def _read(self, text: str) -> str:
-        """Return the characters of *text* that no earlier call returned. The window's text begins with *text*."""
+        """Return the unread characters of *text*, which is the decoded `_window` or its beginning."""
         piece = text[self._num_read :]
         self._num_read += len(piece)
         return piece
 
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
-        """Drop the window's tokens before index *start*. The first *num_context* tokens that remain become context.
+        """Remove the tokens before index *start* from `_window`, and count the next *num_context* tokens as context.
 
-        Count the remaining text as returned by `_read`, except its last *num_waiting* characters.
+        `_read` then skips the text of the remaining tokens, except its last *num_waiting* characters.
         """
         self._window = self._window[start:]
         self._num_context = num_context
@@ -133,7 +133,10 @@ class Detokenizer:
         return text[:num_shown]
 
     def _hits(self, text: str) -> list[tuple[int, int, str]]:
-        """Return end, start and text of each stop string's first match in *text* that ends after the held-back text."""
+        """Return the first match of each stop string in *text*, as (end, start, stop string).
+
+        *text* is the held-back text `_held` and new text behind it. A match that ends within `_held` is ignored.
+        """
         starts = {stop: max(0, len(self._held) - len(stop) + 1) for stop in self._stop}
         return [(at + len(stop), at, stop) for stop, start in starts.items() if (at := text.find(stop, start)) >= 0]
 

@@ -86,10 +86,10 @@ def _content(text: str, *, is_parts: bool) -> str | list[dict[str, str]]:
 def _content_forms(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the roles whose text is rendered only from a list of parts, and the roles whose text is always lost.
+    """Return the roles whose text the template renders only from a list of parts, and those whose text it leaves out.
 
-    To find out, a conversation with a marker text in the role's message is rendered in both forms. A role that the
-    template rejects is in neither set, because requests with that role fail anyway.
+    To find out, a marker text is rendered in a message of each role, as a string and as a list of parts. A role that
+    the template rejects is in neither set, because requests with that role fail anyway.
     """
     of_parts: set[str] = set()
     lost: set[str] = set()
@@ -106,7 +106,10 @@ def _content_forms(
 
 
 def _conversation(role: str, content: object, of_parts: Collection[str]) -> list[Mapping[str, Any]]:
-    """Return the shortest conversation with a message of *role* that strict templates accept."""
+    """Return a conversation with *content* in a message of *role*, in an order of roles that most templates accept.
+
+    The other messages have a list of parts as content if their role is in *of_parts*, otherwise a string.
+    """
     message = {"role": role, "content": content}
     user = {"role": "user", "content": _content("?", is_parts="user" in of_parts)}
     if role == "user":
@@ -122,7 +125,7 @@ def _conversation(role: str, content: object, of_parts: Collection[str]) -> list
 def _is_written(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> bool | None:
-    """Return whether the rendered template contains `_MARKER`; None if the template rejects the messages."""
+    """Return whether the template writes the text `_MARKER` of a message; None if it rejects the messages."""
     written = _written(tokenizer, messages, tools)
     return None if written is None else _MARKER in written
 

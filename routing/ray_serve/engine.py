@@ -113,7 +113,8 @@ class Engine:
     async def answer(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
         """Yield the answer to a request as ASGI messages.
 
-        *way* is not used here. It is an argument because the request router reads the arguments of a call.
+        *way* has the data for routing the call. It is not used here. It is an argument because Ray's request router
+        sees only the arguments of a call.
         """
         async for message in messages(self._app, call):
             if message["type"] == "http.response.start":

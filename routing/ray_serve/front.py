@@ -136,7 +136,7 @@ class Front:
             raise
 
     async def _ask(self, call: ReceivedRequest, way: Way) -> AsyncGenerator[Message]:
-        """Call a replica, yield its answer, and record the progress in *way*.
+        """Call a replica and yield its answer. Record in *way*, which the request router reads, the stage of the call.
 
         The call is cancelled if the generator is closed.
         """

@@ -49,9 +49,9 @@ class Way:
     A call with a prompt (*wanted*) goes to the replica that the policy chooses for the prompt. A call with only a *key*
     goes to the replica that consistent hashing of the key selects. A call with neither goes to any replica.
 
-    The request router runs in the same process as `Front`, which makes the call, and shares this object with it.
-    `Front` updates *stage* from another thread. If the object no longer exists, the request router concludes that the
-    call has ended. The replica gets an empty `Way`, because it does not need the data.
+    `Front`, which makes the call, and the request router run in two threads of one process and use the same object.
+    `Front` updates *stage*. The router has only a weak reference to the object. Once the object no longer exists, the
+    router treats the call as ended. The replica gets an empty `Way`, because it does not need the data.
     """
 
     wanted: Wanted | None = None

@@ -65,7 +65,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
     """A Ray request router that prefers replicas which have much of the prompt cached and are not too busy.
 
     From the replicas' KV events, the router knows which blocks each replica has in device memory, in host memory and on
-    disk. A call with neither a prompt nor a key in its `Way` goes to the less busy of two random replicas.
+    disk. A call with neither a prompt nor a key for routing goes to the less busy of two random replicas.
 
     Ray creates one router in each process that calls the deployment. Owned by the event loop in which Ray routes.
     """
@@ -163,7 +163,7 @@ class PrefixRequestRouter(LocalityMixin, RequestRouter):
                 self._router.refused(sent.prompt, sent.name)
 
     def _weigh(self) -> None:
-        """Update the load of each replica from the stages of its calls and from the requests of other routers."""
+        """Update each replica's load: remove calls that have ended, and count the requests of other routers."""
         for reference, sent in list(self._sent.items()):
             if (way := reference()) is None or way.stage is Stage.ENDED:
                 del self._sent[reference]

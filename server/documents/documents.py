@@ -318,7 +318,7 @@ class Documents:
 
     async def _tokenize_again(self, document: Document) -> None:
         if document.text is None:
-            raise ValueError("its token ids were made by another tokenizer")
+            raise ValueError("the document's token ids were made by another tokenizer")
         draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
         limit = self._llm.tokenizers.limit(self._longest(None))
         _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit))
@@ -362,7 +362,7 @@ class Documents:
             try:
                 await self._folder.write(document)
             except OSError as error:  # the only loss: after a restart the document is computed again
-                log.warning("documents: cannot store that a document is computed; a restart recomputes it: %s", error)
+                log.warning("documents: cannot mark a document on disk as computed; a restart recomputes it: %s", error)
 
 
 def _pinned_s(document: Document) -> float:

@@ -36,7 +36,7 @@ class Draft:
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
-    """Return the draft's form, and the token ids with which all prompts about the document begin.
+    """Return the kind of prompts that the document is for (plain or chats), and the token ids with which they begin.
 
     Raises:
         TooManyTokens: The text exceeds *limit*.
@@ -50,7 +50,9 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
         raise ValueError('system: only a document with "as": "chat" can have a system message; leave system out')
     if draft.text is None:
         if form is Form.CHAT:
-            raise ValueError('as: token ids cannot be a document for chats; send text, or "as": "text"')
+            raise ValueError(
+                'as: token ids cannot be a document for chats; replace "token_ids" by "text", or set "as" to "text"'
+            )
         limit.check_ids(draft.token_ids or ())
         return form, draft.token_ids or ()
     if form is Form.TEXT:

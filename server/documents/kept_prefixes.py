@@ -1,4 +1,4 @@
-"""PinnedPrefixes: pins in host memory the prompt prefixes that requests mark with `cache_control`."""
+"""PinnedPrefixes: the prompt prefixes that requests mark with `cache_control`, pinned in host memory for a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedPrompt:
-    """A prompt and its breakpoints, in order. *lora* and *cache_salt* are part of the hashes of its blocks."""
+    """A prompt, and its breakpoints: the positions that `cache_control` marks, in order.
+
+    *lora* and *cache_salt* are part of the hashes of the prompt's blocks.
+    """
 
     tenant: str | None
     token_ids: Sequence[int]
@@ -131,5 +134,4 @@ class PinnedPrefixes:
 
 
 def _end_of(path: Sequence[_Kept]) -> int:
-    """Return the number of tokens that the prefixes in *path* pin together."""
     return path[-1].end if path else 0

@@ -33,7 +33,7 @@ class _Ends:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """The state of a pinned or warming document. *pin* is None while host memory has no room for the document."""
+    """The state of a document that is pinned or being loaded. *pin* is None while host memory has no room for it."""
 
     ends: _Ends = _Ends()
     pin: Pin | None = None
@@ -87,14 +87,17 @@ class DocumentPins:
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
     def unpin(self, document: Document, in_s: float = 0.0) -> None:
-        """End the document's pin in *in_s* seconds; do nothing if the document is neither pinned nor warming."""
+        """End the document's pin in *in_s* seconds. A load that `warm` has started continues.
+
+        Does nothing if the document is neither pinned nor being loaded.
+        """
         if document in self._kept:
             kept = self._kept[document]
             kept.ends = replace(kept.ends, pinned=self._core.pins.now() + in_s)
             self._look_at(document, kept)
 
     def drop(self, document: Document) -> None:
-        """Release a document at once, whether it is pinned or warming."""
+        """Stop keeping a document in host memory at once, whether it is pinned or being loaded (see `warm`)."""
         kept = self._kept.pop(document, None)
         if kept is not None and kept.pin is not None:
             self._core.pins.unpin(kept.pin)
@@ -113,7 +116,7 @@ class DocumentPins:
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Check the next few documents. Stop once one is forgotten or renewed, because that is slow."""
+        """Check the next few documents. Renew a pin or forget a document at most once, because both are slow."""
         for _ in range(min(MAX_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -164,11 +167,10 @@ class DocumentPins:
             self._turns.append((document, kept))
 
     def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
-        """Replace the document's pin by a pin that ends at the later of the times in *ends*. Return True.
+        """Replace the document's pin by one that lasts until `ends.last`, and queue the computation of missing blocks.
 
-        Also queue the computation of blocks that no tier holds. If the tenant's share has no room, the result depends
-        on *must_have_room*: if it is true, change nothing and return False; if it is false, leave the document without
-        a pin until the next renewal.
+        If the tenant's share has no room, and *must_have_room* is true, change nothing and return False. If it is
+        false, the document stays without a pin until the next renewal. In all other cases, the result is True.
         """
         pins, chain = self._core.pins, self._chain_of(document)
         pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)

@@ -43,7 +43,8 @@ class DocumentPrefills:
         """Create an empty queue.
 
         *extra_of* returns the adapter and cache_salt with which a document's blocks are hashed. *on_ended* is called
-        with each document that ends and the reason for its failure, or None if it was computed.
+        when the computation of a document has ended, with the document and the reason for the failure. The reason is
+        None if the computation has succeeded.
         """
         self._core = core
         self._extra_of = extra_of
@@ -69,7 +70,10 @@ class DocumentPrefills:
 
     @property
     def num_computed(self) -> int:
-        """Number of computed tokens of the running document; 0 if none is running. Preemption lowers the number."""
+        """Number of tokens whose KV is on the device, of the document that is being computed; 0 if there is none.
+
+        Preemption lowers the number.
+        """
         if self._running is None:
             return 0
         return min(self._running.request.num_computed, self._running.document.num_tokens)
@@ -83,13 +87,13 @@ class DocumentPrefills:
             self._running = None
 
     def end(self) -> None:
-        """Remove all documents, and abort the running one."""
+        """Remove all documents from the queue, and abort the computation in progress."""
         self._queue.clear()
         if self._running is not None:
             self.remove(self._running.document)
 
     def tick(self) -> None:
-        """Report the running document if it has finished, and start the next one. Called after every engine step."""
+        """Report a computation that has ended, and start the next one. Called after every engine step."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
             self._on_ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
@@ -113,7 +117,7 @@ class DocumentPrefills:
             self._running = _Running(document, request, self._clock() + PATIENCE_S)
 
     def _hurry(self, running: _Running) -> None:
-        """Give the running document the ordinary priority if it made no progress for a minute."""
+        """Give the request the ordinary priority if it made no progress for a minute."""
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S

@@ -52,7 +52,6 @@ def _json(what: str, kind: object) -> Outcome:
 
 
 def _answered(what: str, kind: object) -> dict[int, Outcome]:
-    """Return the outcome of an operation that answers with one JSON object or, on request, a stream of events."""
     return {200: Outcome(what, {JSON: kind, EVENTS: None})}
 
 

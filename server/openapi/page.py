@@ -78,8 +78,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
     yield f"<table>{''.join(rows)}</table></details>"
 
 
-def _content(told: Mapping[str, Any]) -> str:
-    """Return HTML with each media type of a request's body or an answer, followed by the type of the content."""
+def _content(told: Mapping[str, Any]) -> str:  # told: a Request Body Object or a Response Object of OpenAPI
     return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 

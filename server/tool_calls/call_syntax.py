@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class NotACall(ValueError):
-    """Error for a text that begins like a call but is not one."""
+    """Error for a text that begins like a tool call but is not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +19,30 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One or more calls that are written together, such as a JSON list. *end* is the index in the text after them."""
+    """One or more tool calls that are written together, for example as a JSON list.
+
+    *end* is the index of the first character of the text after these calls.
+    """
 
     end: int
     calls: Sequence[ParsedCall]
 
 
 class BlockReader(Protocol):
-    """A parser of one block of calls in an answer that is still being generated."""
+    """A parser of one block of tool calls (see `Block`) in an answer that is still being generated."""
 
     def read(self, text: str) -> Block | None:
-        """Return the block in *text*, or None if it is incomplete. Raise `NotACall` if it cannot become a block."""
+        """Return the block of tool calls in *text*, the answer so far, or None if the block is incomplete.
+
+        Raises `NotACall` if no continuation of the text can make it a block of tool calls.
+        """
 
 
 class BlockBegin(Protocol):
-    """A factory of block readers."""
+    """A factory of `BlockReader` objects, which parse blocks of tool calls."""
 
     def __call__(self, start: int) -> BlockReader:
-        """Return a reader that parses the answer's text from index *start* on, where a block may begin."""
+        """Return a parser for the answer's text from index *start* on, where a block of tool calls may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,9 @@ class CallSyntax:
 
     A grammar makes the model write calls exactly like *shape*. Without a grammar, other forms are accepted too:
 
-    - A block of calls begins with one of *markers*. If *is_bare*, a block that no text precedes needs no marker.
-    - A reader that *block* creates parses what follows the marker.
-    - One of *trailers* may follow the block, and is dropped.
+    - Calls follow one of *markers*, such as "<tool_call>". If *is_bare*, calls that no text precedes need no marker.
+    - A `BlockReader`, which the factory *block* creates, parses the calls.
+    - One of *trailers*, such as "</tool_call>", may follow the calls, and is dropped.
 
     *special* lists the parts of calls that may be special tokens. Decoding must keep these tokens in the text.
     """

@@ -20,7 +20,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _listed(name: str, opening: str, closing: str, *markers: str, trailers: tuple[str, ...] = ()) -> CallSyntax:
-    """Return the syntax of a family that writes its calls as one JSON list after a marker."""
+    """Return the syntax of a model family that writes its tool calls as one JSON list after a marker."""
     shape = CallShape(_NAME, _ARGUMENTS, separator=", ", opening=opening, closing=closing)
     return CallSyntax(name, shape, JsonBlock, markers, trailers, special=(*markers, *trailers))
 
@@ -87,16 +87,16 @@ def syntax_of(tokenizer: PreTrainedTokenizerBase, asked: ToolCallParser | None) 
 
 
 def _writes(syntax: CallSyntax, call: str | None) -> bool:
-    """Return whether *call*, a sample call that the chat template has rendered, is in the family's format."""
+    """Return whether *syntax* can parse *call*, a sample call that the chat template has rendered."""
     if call is None or _key(syntax) not in call:
         return False
     return any(each.name == PROBE for each in read_whole(FreeReader(syntax, [PROBE]), call).calls)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax) -> bool:
-    """Return whether a marker of the family occurs in the chat template or the vocabulary.
+    """Return whether a marker of *syntax*, such as "<tool_call>", occurs in the chat template or the vocabulary.
 
-    If a special token such as [ARGS] precedes the arguments, that token must occur too.
+    If a special token such as [ARGS] precedes the arguments of a call, that token must occur too.
     """
     template = [] if tokenizer.chat_template is None else [tokenizer.get_chat_template(tools=[{}])]
     known = [*template, *tokenizer.get_added_vocab()]

@@ -1,4 +1,4 @@
-"""FreeReader: parses an answer that was generated without a grammar for calls. Text that is not a call stays text."""
+"""FreeReader: finds tool calls in an answer that no grammar has restricted. Text that is not a call stays text."""
 
 from collections.abc import Collection
 
@@ -45,7 +45,6 @@ class FreeReader:
         return self._deltas
 
     def _step(self, is_last: bool) -> bool:
-        """Parse the next part of `_held`, and return whether to continue with the rest."""
         if self._is_behind_block:
             return self._skip_trailer(is_last)
         if self._block is None:
@@ -53,7 +52,7 @@ class FreeReader:
         return self._read_block(self._block, is_last)
 
     def _seek(self, is_last: bool) -> bool:
-        """Look for the beginning of a block, and report the text before it."""
+        """Look for the beginning of a block of tool calls, and report the text before it."""
         begin = self._begin()
         if begin is not None:
             self._block_at, self._body_at = begin
@@ -68,9 +67,10 @@ class FreeReader:
         return False
 
     def _begin(self) -> tuple[int, int] | None:
-        """Return two indexes into `_held`: where the next block begins, and where its marker ends.
+        """Find the next block of tool calls in `_held`, the text that is not reported yet.
 
-        The two are equal for a block without a marker. Returns None if no block begins in `_held`.
+        Returns two indexes: where the block begins, and where its marker (such as "<tool_call>") ends. They are equal
+        if the block has no marker. Returns None if no block begins.
         """
         found = [(place, place + len(m)) for m in self._syntax.markers if (place := self._held.find(m)) >= 0]
         if self._syntax.is_bare and not self._has_text:

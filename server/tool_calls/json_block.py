@@ -13,7 +13,7 @@ _KEYS = ("name", "arguments", "parameters", "id", "type")
 
 
 class _Written(msgspec.Struct):
-    """A call in JSON. Families differ in the key of the arguments, and may add an id or a type."""
+    """A tool call in JSON. Its arguments are in *arguments* or *parameters*. Other keys, such as "id", are ignored."""
 
     name: str
     arguments: msgspec.Raw = _ABSENT

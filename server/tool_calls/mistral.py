@@ -30,7 +30,7 @@ class MistralBlock:
 
 
 class _NamedBlock:
-    """A reader of the newer format: a name, an optional id, [ARGS] and arguments."""
+    """A parser of a call in the format of newer Mistral models: a name, an optional id, [ARGS] and arguments."""
 
     def __init__(self, start: int) -> None:
         self._start = start

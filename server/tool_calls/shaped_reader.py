@@ -16,7 +16,7 @@ class _In(Enum):
 
 
 class ShapedReader:
-    """A `Reader` of calls in the exact format of *shape*. Each answer needs a new reader.
+    """A `Reader` of answers whose tool calls have exactly the format *shape*. Each answer needs a new reader.
 
     If an answer is cut off, the arguments of its last call may be incomplete.
     """
@@ -24,8 +24,8 @@ class ShapedReader:
     def __init__(self, shape: CallShape, trigger: str = "") -> None:
         """Create a reader.
 
-        *trigger* is the text after which the grammar enforces a call, a prefix of the text with which calls begin. It
-        is empty if the grammar enforces a call in any case.
+        *trigger* is text with which the first tool call begins, such as "<tool_call>". Once the model has written it,
+        the grammar enforces the rest of the call. If *trigger* is empty, it enforces a call in any case.
         """
         self._shape = shape
         self._trigger = trigger
@@ -52,12 +52,11 @@ class ShapedReader:
         return [TextDelta(self._held)] if is_text else []
 
     def _text(self) -> bool:
-        """Report the text before the first call, without white space right before the call."""
         text, marker, rest = self._held.partition(self._shape.marker)
         if not marker:
             text = text[: len(text) - num_begun(text, [self._shape.marker])]
             rest = self._held[len(text.rstrip()) :]
-        if text.rstrip():
+        if text.rstrip():  # white space right before the call is dropped
             self._deltas.append(TextDelta(text.rstrip()))
         self._held = rest
         self._place = _In.NAME if marker else _In.TEXT
@@ -84,7 +83,7 @@ class ShapedReader:
         return True
 
     def _gap(self) -> bool:
-        """Skip the separator between two calls and the text before the next tool's name."""
+        # Skip the separator between two tool calls, and the text before the next tool's name.
         _, before, rest = self._held.partition(self._shape.before)
         if not before:
             return False

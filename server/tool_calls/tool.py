@@ -35,7 +35,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def takes_arguments(self) -> bool:
-        """True if the schema allows any argument."""
+        """True if the schema allows at least one argument."""
         said = {key for key, value in (self.parameters or {}).items() if value not in (None, [], {})} - REMARKS
         return not said <= {"type", "additionalProperties"} or bool((self.parameters or {}).get("additionalProperties"))
 

@@ -34,9 +34,9 @@ async def spilled(owner: Owner, timeout_s: float) -> None:
 
 
 async def checked(owner: Owner) -> list[Layout]:
-    """Verify the bookkeeping of all layouts, endpoints and pins, and return the layouts.
+    """Verify the bookkeeping of all layouts (models and KV formats), endpoints and pins, and return the layouts.
 
-    Engines are served after each layout. Raises ApiError with the first inconsistency.
+    Between the checks of two layouts, engines are served. Raises ApiError with the first inconsistency.
     """
     layouts = await owner.ask(lambda: [tiers.layout for tiers in owner.sidecar.layouts])
     try:

@@ -61,7 +61,7 @@ class SidecarRoutes:
         dashboard: Dashboard,
         operating: Operating | None,
     ) -> None:
-        """Create the handlers. *operating* handles operators' verbs; if it is None, there are no routes for verbs."""
+        """Create the handlers. *operating* handles operators' commands, such as evict; None if operators have none."""
         self._operating = operating
         self._owner = owner
         self._dashboard = dashboard

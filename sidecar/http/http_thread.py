@@ -19,10 +19,10 @@ _END_S = 10.0  # longest wait for the end of the thread
 
 
 class Beside(Protocol):
-    """A part of the app that has a background task and endless streamed answers, such as the dashboard."""
+    """A part of the app, such as the dashboard, with a background task and streamed answers. `end` ends both."""
 
     async def run(self) -> None:
-        """Run the background task until `end` is called."""
+        """Do the work of this part of the app, such as the dashboard's sampling, until `end` is called."""
 
     def end(self) -> None:
         """End the streamed answers, and make `run` return soon."""

@@ -109,9 +109,9 @@ class PinRoutes:
             await asyncio.sleep(LOOK_S)
 
     def _layouts(self, model: str) -> list[tuple[AnyChunkLayout, LayoutTiers]]:
-        """Return the layouts with which LMCache clients use the model, with their tiers.
+        """Return each layout (model and KV format) of *model* that LMCache clients use, with its tiers.
 
-        The chunk names of other layouts cannot be computed from tokens and salt alone.
+        Layouts of other clients are left out, because their chunk names depend on more than tokens and salt.
         """
         every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
         return [

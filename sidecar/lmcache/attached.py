@@ -17,8 +17,8 @@ def attached(
 ) -> Iterator[AttachedClient]:
     """Yield all registered workers, and all connections that have no worker (such as a scheduler's).
 
-    The leases of a connection are its promises, which are the hits that were reported to it. The leases of a worker are
-    the copies that it makes now, and the promises of its connection.
+    Each comes with its leases. A connection has leased the chunks of the hits that were reported to it. A worker has
+    the leases of its connection, and the slots that it is copying from or to now.
     """
     workers, all_promises, all_stores = list(instances), list(promises), list(stores)
     for client in clients:

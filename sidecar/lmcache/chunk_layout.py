@@ -20,8 +20,8 @@ class ChunkLayout:
     *block_size* tokens.
 
     A chunk has the KV of *chunk_tokens* tokens of one rank. It is a tensor with the dimensions *num_planes* (2 for keys
-    and values, 1 if both are fused), *num_layers*, *num_physical_slots* (tokens; by default, *chunk_tokens*) and
-    *width*.
+    and values, 1 if both are fused), *num_layers*, *num_physical_slots* and *width*. *num_physical_slots* is the number
+    of token positions, which is *chunk_tokens* if the client does not report it.
     """
 
     model: str

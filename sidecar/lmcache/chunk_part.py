@@ -27,14 +27,14 @@ ELEMENT_BYTES = {
 class ChunkMemory:
     """The slots for chunks of one size in the segment, see `SlotMemory`.
 
-    Each extent is divided into the same number of slots, which begin at page boundaries. Slots are numbered through all
-    extents.
+    The segment (the shared host memory) consists of extents of equal size. Each extent is divided into the same number
+    of slots, which begin at page boundaries. Slots are numbered consecutively through the whole segment.
     """
 
     num_copiers = 1
 
     def __init__(self, segment: Segment, extent_bytes: int, chunk_bytes: int) -> None:
-        """Create the slots. *extent_bytes* is a multiple of the page size, and not less than *chunk_bytes*."""
+        """Create the slots. Each extent (part of *segment*) has *extent_bytes*: whole pages, at least *chunk_bytes*."""
         self.block_bytes = chunk_bytes
         self._extent_bytes = extent_bytes
         self._stride = -(-chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -91,13 +91,13 @@ class ChunkPart:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the part as a tensor. The planes are a dimension only if there are several."""
+        """Shape of the tensor: *num_planes* (left out if it is 1), *num_layers*, *num_tokens* and *width*."""
         shape = [self.num_layers, self.num_tokens, self.width]
         return shape if self.num_planes == 1 else [self.num_planes, *shape]
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the part of one chunk."""
+        """Number of bytes that this part takes in each chunk."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def group(self, chunk_tokens: int) -> AttentionGroup:
@@ -120,7 +120,10 @@ def check_fields(values: object) -> None:
 def memories_of(
     parts: Sequence[ChunkPart], num_ranks: int, chunk_tokens: int, segment: Segment, extent_bytes: int
 ) -> Sequence[ChunkMemory]:
-    """Return the slots of each part, rank by rank. Raise `LayoutRefused` if they do not fit in host memory."""
+    """Return the memory for each of *parts* (one for each KV cache group) in each rank, in the order of the ranks.
+
+    Raises `LayoutRefused` if that does not fit in host memory.
+    """
     for part in parts:
         if part.num_bytes > extent_bytes:
             raise LayoutRefused(
@@ -133,7 +136,7 @@ def memories_of(
     if num_slots > MAX_SLOTS:  # check before the bookkeeping of any rank is allocated
         raise LayoutRefused(
             f"chunks of {chunk_tokens} tokens are too small ({sum(part.num_bytes for part in parts)} bytes): all ranks "
-            f"would have {num_slots} slots in host memory, but the limit is {MAX_SLOTS}; "
+            f"would have {num_slots} slots in total in host memory, but the limit is {MAX_SLOTS}; "
             "start the sidecar with more tokens in a chunk (chunk_tokens), or less host memory"
         )
     num_extents = segment.num_bytes // extent_bytes

@@ -59,7 +59,7 @@ class DigestLane:
         self.pump()
 
     def pump(self) -> None:
-        """Submit waiting batches to the threads, until `MAX_IN_FLIGHT` batches are in flight."""
+        """Submit queued batches of chunks to the background threads, until `MAX_IN_FLIGHT` batches are in flight."""
         while self._waiting and self._num_under_way < MAX_IN_FLIGHT:
             client, batches = next(iter(self._waiting.items()))
             if not self._submit(batches[0]):

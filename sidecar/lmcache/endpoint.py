@@ -59,7 +59,10 @@ class EndedConnections:
         self._lifelines: dict[Client[list[bytes]], Lifeline] = {}
 
     def add(self, client: Client[list[bytes]], *, is_watched: bool) -> None:
-        """Keep the connection open if *is_watched* is True (a worker may still copy); otherwise close it at once."""
+        """Take over a connection that is no longer served, and close the sidecar's end of it.
+
+        If *is_watched*, a worker may still be copying. The sidecar's end then stays open until the worker's is closed.
+        """
         if is_watched:
             self._lifelines[client] = Lifeline(client.connection)
         else:
@@ -76,7 +79,7 @@ class EndedConnections:
         return True
 
     def close(self) -> None:
-        """Close the connections that are still open."""
+        """Close the sidecar's end of all connections, even if workers may still be copying."""
         for lifeline in self._lifelines.values():
             lifeline.close()
         self._lifelines.clear()
@@ -93,7 +96,7 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An answer that is sent when its promise is settled, or at the time *until*, whichever comes first."""
+    """An answer, sent once it is known how many chunks of a hit (*promise*) can be loaded, or at time *until*."""
 
     call: PendingCall
     promise: Promise
@@ -104,7 +107,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A worker's request to copy chunks out of the segment."""
+    """A worker's request to copy chunks out of the sidecar's host memory."""
 
     instance: Instance
     rank: int
@@ -142,9 +145,9 @@ class LmcacheEndpoint:
     The workers map the segment, which is the sidecar's host memory. They copy promised chunks out of it (between
     `prepare_retrieve` and `commit_retrieve`), and computed chunks into it (between `prepare_store` and `commit_store`).
 
-    Every request is answered at once, unless the answer has to wait for a promise, which has a time limit. The protocol
-    has no error answers, so a refused request gets a harmless result. The sidecar's loop polls the transfers and tiers,
-    and then calls `tick` and `receive`.
+    A request is answered at once, unless chunks must first be fetched or verified. That wait has a time limit.
+    The protocol has no error answers, so a refused request gets a harmless result. The sidecar's loop polls the
+    transfers and tiers, and then calls `tick` and `receive`.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class LmcacheEndpoint:
 
     @property
     def is_waiting(self) -> bool:
-        """True if any answer is being held back until a promise is settled."""
+        """True if any answer is delayed until it is known how many chunks of a hit can be loaded."""
         return bool(self._held)
 
     def receive(self) -> bool:
@@ -217,7 +220,7 @@ class LmcacheEndpoint:
         return self._port.has_more
 
     def tick(self) -> None:
-        """Advance promises and digests, send ready answers, and end promises and connections that have timed out."""
+        """Continue lookups and digest computations, send ready answers, and end leases and connections on timeout."""
         self._port.tick(stays=self._is_copying)
         self._promises.tick()
         self._verifying.pump()
@@ -237,7 +240,10 @@ class LmcacheEndpoint:
         self._ended.close()
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
-        """Ensure that no lookup ever finds chunks of these layouts that engines are storing now. Keep all promises."""
+        """Ensure that no lookup ever finds chunks of these layouts that engines are storing now.
+
+        Hits that were already reported to engines can still be loaded.
+        """
         self._stores.void(layouts)
         self._token_keys.drop_ended()
 
@@ -308,8 +314,8 @@ class LmcacheEndpoint:
     def _harmless(self, number: int | str | None) -> object:
         """Return an answer that does no harm to a client whose request is refused.
 
-        A refused registration still gets the segment. Without a segment, the client would send the bytes of every chunk
-        in its messages.
+        A worker whose registration is refused still gets the shared host memory to map. Without it, the worker would
+        send the bytes of every chunk in its messages.
         """
         if number is None:
             return None
@@ -319,7 +325,7 @@ class LmcacheEndpoint:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Send the answers that need not wait any longer. Clients that do not read get theirs later."""
+        """Send the delayed answers that are due. If a client reads too slowly, its answers wait until it catches up."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
@@ -334,11 +340,14 @@ class LmcacheEndpoint:
     def _hold(
         self, call: PendingCall, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
     ) -> object:
-        """Return the answer if the promise is settled. Otherwise keep it for later, and return `_LATER`."""
+        """Return the answer if it is known which chunks of *promise* (a hit reported to an engine) can be loaded.
+
+        Otherwise, return `_LATER`, and send the answer later, at the latest at the time *until*.
+        """
         if promise.is_settled:
             return answer()
         if len(self._held) >= MAX_HELD:
-            raise Refused("held", f"a request gets no chunks: {MAX_HELD} requests already wait for their answers")
+            raise Refused("held", f"a request gets no chunks, because {MAX_HELD} other requests are already waiting")
         self._held.append(Held(call, promise, until, answer, load))
         return _LATER
 
@@ -394,8 +403,8 @@ class LmcacheEndpoint:
     def _lookup(self, call: PendingCall, key: Key, tp_size: int) -> object:
         """Start to find out how many chunks are cached; `query_prefetch_status` returns the result.
 
-        The engine itself has the chunks before *key*'s start, and does not load them. But there is a hit only if the
-        sidecar has them too, see `Promise`.
+        The engine already has the chunks before *key*'s start. But if the sidecar lacks one of them, the reported hit
+        ends before the first missing one, so that the engine stores the missing chunks again.
         """
         for earlier in self._promises.of_request(key.request_id):
             if earlier.client is call.client:
@@ -410,7 +419,7 @@ class LmcacheEndpoint:
         if worker is None or key.wants_no_load:
             return None
         if len(self._promises) >= MAX_PROMISES:
-            raise Refused("promises", f"a lookup gets no hit: {MAX_PROMISES} promises to engines are open already")
+            raise Refused("promises", f"a lookup gets no hit, because {MAX_PROMISES} hits are already kept for engines")
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
@@ -444,10 +453,10 @@ class LmcacheEndpoint:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
 
     def _free_lookup_locks(self, call: PendingCall, key: Key, tp_size: int, abandoned: object = None) -> object:
-        """Release promised chunks that the engine will not load, for example because it has them itself.
+        """Release chunks of a reported hit that the engine will not load, for example because it has them itself.
 
-        The *abandoned* ranges are ignored. They belong to earlier lookups of the request, whose promises ended when the
-        next lookup began. The current promise may have the same chunks, and must keep them.
+        *abandoned* lists the chunks of the request's earlier lookups. It is ignored, because each lookup releases the
+        chunks of the previous one. The current hit may contain the same chunks, and must keep them.
         """
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         self._promises.free(call.client, key.request_id, chunks)
@@ -456,7 +465,7 @@ class LmcacheEndpoint:
     def _prepare_retrieve(self, call: PendingCall, key: Key, instance_id: int) -> object:
         """Return the slots of all requested chunks, for the worker to copy from.
 
-        If no promise of the request has these chunks, a new promise is made for this load.
+        If these chunks are not leased for the request already, they are looked up and leased for this load only.
         """
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
@@ -480,9 +489,9 @@ class LmcacheEndpoint:
         return True
 
     def _refuse_held(self, load: Load) -> bool:
-        """Refuse a load that has not been answered yet; return whether there was such a load.
+        """Refuse the load if its answer is still delayed, and return whether it was.
 
-        Called when the worker ends the load. It has stopped waiting, and will not use the answer.
+        Called when the worker has ended the load. The worker no longer waits for the answer, and will not use it.
         """
         for held in self._held:
             if held.load == load:
@@ -567,9 +576,9 @@ class LmcacheEndpoint:
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """Return a promise of the request from which the worker can load these chunks; None if there is none.
+        """Return the promise (a hit whose chunks are leased) of this request that has these chunks for the worker.
 
-        The promise may not be settled yet.
+        Returns None if there is none. It may still be unknown how many of the promise's chunks can be loaded.
         """
         for promise in self._promises.of_request(key.request_id):
             groups = groups_of(instance.layout, rank)
@@ -595,7 +604,6 @@ class LmcacheEndpoint:
         return Loaded(True, b"", {"slots": slots, "group_ids": group_ids, "chunk_indices": chunk_indices})
 
     def _is_copying(self, client: Client[list[bytes]]) -> bool:
-        """Return whether a worker of this connection may be copying out of the segment or into it."""
         return self._stores.is_written_by(client) or self._promises.is_read_by(client)
 
     def _detach(self, instance_id: int) -> None:
@@ -629,7 +637,7 @@ class LmcacheEndpoint:
 
 
 def _slots(instance: Instance, group_id: int, slots: Sequence[int]) -> list[Slot]:
-    """Return the positions of these slots in the segment, as the `Slot` objects that workers are sent."""
+    """Return the positions of these slots in host memory, as the `Slot` objects that workers are sent."""
     parts, memory = instance.layout.parts, instance.tiers.memories[group_id]
     part = parts[group_id % len(parts)]
     return [Slot(memory.offset(slot), part.num_bytes, part.shape, part.dtype) for slot in slots]

@@ -54,7 +54,6 @@ def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer,
 
 
 def _coldest(places: list[int]) -> Tier | None:
-    """Return the slowest tier that has a part of a chunk; None if the part of one group is cached nowhere."""
-    if NOWHERE in places:
+    if NOWHERE in places:  # some group's part of the chunk is not cached
         return None
     return Tier.REMOTE if ON_REMOTE in places else Tier.DISK if ON_DISK in places else Tier.HOST

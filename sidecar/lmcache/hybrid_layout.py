@@ -85,6 +85,6 @@ AnyChunkLayout: TypeAlias = ChunkLayout | HybridLayout
 
 
 def groups_of(layout: AnyChunkLayout, rank: int) -> range:
-    """Return the numbers that the groups of this rank have in the tiers."""
+    """Return the indices in `layout.groups` that belong to this rank: one for each KV cache group of the engine."""
     num_parts = len(layout.parts)
     return range(rank * num_parts, (rank + 1) * num_parts)

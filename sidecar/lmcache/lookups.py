@@ -26,8 +26,9 @@ RETRIEVE = "kvtier.retrieve"  # the span of a worker's copy of chunks out of hos
 class Lookups:
     """Counts and records of lookups. Each lookup is counted once, when its result is known.
 
-    Only clients of lmcache 0.5.7 report how many tokens an engine has on its device. With older clients, only the
-    tokens before the start of the lookup count as the engine's own. Owned by the endpoint's thread.
+    Tokens that the engine has on its device are counted too, but only clients of lmcache 0.5.7 report them. For older
+    clients, the tokens before the looked-up part of the prompt are counted as on the device. Owned by the endpoint's
+    thread.
     """
 
     def __init__(
@@ -39,9 +40,9 @@ class Lookups:
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """Start at zero.
+        """Create counts of zero.
 
-        *tracer* is told of the workers' loads and stores by this object, and of lookups by *records*.
+        This object passes only loads and stores to *tracer*. To trace lookups, make *tracer* a listener of *records*.
         """
         self._explainer = explainer
         self._tracer = tracer
@@ -77,7 +78,7 @@ class Lookups:
             self._explainer.on_ended(record, trail, chain, promise.tiers.ghosts, namespace)
 
     def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
-        """Record, for tracing, that a worker has loaded *num_chunks* promised chunks in *seconds*."""
+        """Record, for tracing, that a worker has loaded *num_chunks* chunks of a hit in *seconds*."""
         if self._tracer is not None:
             now, num_tokens = time.time(), num_chunks * self._chunk_tokens
             attributes: dict[str, Attribute] = {
@@ -103,12 +104,12 @@ def _chunk_bytes(tiers: LayoutTiers) -> int:
 
 
 def names_of(promise: Promise) -> Sequence[BlockName]:
-    """Return the names of all chunks that were looked up for a promise, from the beginning of the prompt on."""
+    """Return the names of all chunks of a lookup (*promise*), from the beginning of the prompt on."""
     return [*promise.before, *promise.blocks.names] if promise.before else promise.blocks.names
 
 
 def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float) -> Trail:
-    """Return the trail of a settled promise: for each chunk the tier that had it, or why it was missed.
+    """Return the trail of a lookup (*promise*) after it has ended: each chunk's tier, or why the chunk was missed.
 
     Chunks within the first *num_computed* tokens, which the engine itself has, count as hits on the device.
     """
@@ -120,10 +121,10 @@ def trail_of(promise: Promise, chunk_tokens: int, num_computed: int, now: float)
 
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int, num_computed: int = 0) -> TokenBalance:
-    """Return how many tokens of a settled promise's prompt come from each tier, and how many are computed.
+    """Return how many of a prompt's tokens come from each tier, and how many are computed.
 
-    The first *num_computed* tokens count as the engine's own, even if they end within a chunk that the engine loads.
-    Tokens after the last full chunk are always computed.
+    *promise* is the result of the prompt's lookup. The first *num_computed* tokens count as the engine's own, even if
+    they end within a chunk that the engine loads. Tokens after the last full chunk are always computed.
     """
     start = len(promise.before) * chunk_tokens
     on_device = min(num_computed, num_tokens)

@@ -49,10 +49,10 @@ class Reading:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the start, in chunks."""
+    """Numbers of chunks in all lookups and loads since the sidecar's start."""
 
     num_asked: int = 0
-    num_promised: int = 0
+    num_promised: int = 0  # can be loaded: verified, and leased in host memory
     num_loaded: int = 0
     num_corrupt: int = 0
     num_late: int = 0  # left out because they had not arrived in time
@@ -60,11 +60,11 @@ class Counts:
 
 
 class GroupChunks:
-    """The chunks of a promise in one group, and their leases.
+    """The chunks of one KV cache group of one rank in a `Promise` (a hit reported to an engine), and their leases.
 
-    A chunk's place is its number, counted from the promise's first chunk. A chunk stays leased while a worker may load
-    it, and while it is being verified or copied. A group that forgets (such as one with a sliding window) has only the
-    last chunks of the hit.
+    A chunk's place is its index in the promise's *blocks*. A chunk stays leased while a worker may load it, and while
+    it is being verified or copied. In a group with a sliding window or recurrent states, only the last chunks of the
+    hit are leased.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GroupChunks:
 
     @property
     def num_chunks(self) -> int:
-        """Length in chunks of the original hit, before any `cut`."""
+        """Length in chunks of the hit as it was leased, even if `cut` has shortened it since."""
         return len(self._names)
 
     @property
@@ -128,7 +128,7 @@ class GroupChunks:
         return range(max(chunks.start, needed(self._group, chunks.stop).start), chunks.stop)
 
     def has(self, load: range) -> bool:
-        """Return whether all chunks that the group needs for a load of these chunks are still leased."""
+        """Return whether a worker can load the chunks *load*: each of them that the group needs is still leased."""
         chunks = self.needed_of(load)
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
@@ -162,7 +162,7 @@ class GroupChunks:
 
     @property
     def checked(self) -> list[Checked]:
-        """Entries that the `Verifier` returned for this group's chunks."""
+        """The `Verifier`'s record of each leased chunk that it has verified or is verifying."""
         return list(self._checked.values())
 
     def cut(self, end: int) -> None:
@@ -171,7 +171,7 @@ class GroupChunks:
         self.let_go()
 
     def unwant(self, chunks: range) -> None:
-        """Record that no worker will load these chunks from this promise."""
+        """Release *chunks*, which no further load needs. Those being copied or verified are released afterwards."""
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
@@ -182,7 +182,7 @@ class GroupChunks:
         return self.slots(chunks)
 
     def end_reading(self, reading: Reading) -> None:
-        """Record that this copy of a worker has ended, or will never take place."""
+        """Record that a worker's copy of chunks (*reading*) has ended, or will never take place."""
         self.readings.remove(reading)
         self._have_read.add(reading.instance.instance_id)
         if len(self._have_read) >= self._num_readers:
@@ -272,20 +272,21 @@ class Promise:
 
     @property
     def is_over(self) -> bool:
-        """True if the promise has ended, and none of its chunks is leased or being fetched any more."""
+        """True if no load can begin from this hit, and none of its chunks is leased or being fetched any more."""
         return self.is_ended and all(own.is_over for own in self.every)
 
     @property
     def every(self) -> list[GroupChunks]:
-        """The chunks of all groups, for the current hit and for earlier, longer hits.
+        """The chunks of the current hit and of longer former hits, for each KV cache group.
 
-        An earlier hit is included while some of its chunks are still leased.
+        A hit is shortened if one of its chunks cannot be loaded. A chunk that only the longer hit needs stays leased
+        while it is being verified.
         """
         return [*self.chunks, *self.former]
 
     @property
     def forgets(self) -> bool:
-        """True if some group forgets (such as one with a sliding window), so that a shorter hit needs other chunks."""
+        """True if a group needs only the last chunks of a hit (sliding window), so a shorter hit needs other chunks."""
         return any(group.forgets for group in self.groups.values())
 
     @property
@@ -296,7 +297,7 @@ class Promise:
 
     @property
     def depths(self) -> bytes:
-        """`Tier.depth` of the slowest tier from which a part of each loadable chunk came, one byte per chunk."""
+        """One byte for each chunk that can be loaded: the `Tier.depth` of the slowest tier that had a part of it."""
         depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
             np.maximum(depths, own.depths(self.num_chunks), out=depths)
@@ -315,12 +316,12 @@ class Promise:
         return self.inquiry.is_done
 
     def of_groups(self, group_ids: range) -> list[GroupChunks]:
-        """Return the `GroupChunks` of the groups *group_ids*, the groups of one rank; empty if any group has none."""
+        """Return the leased chunks of each group in *group_ids* (one rank's groups); empty unless each has some."""
         found = [own for own in self.chunks if own.group_id in group_ids]
         return found if len(found) == len(group_ids) else []
 
     def has(self, group_ids: range, chunks: range, last_name: BlockName) -> bool:
-        """Return whether all these groups still have these chunks of the prompt for loading.
+        """Return whether this hit still leases these chunks of the prompt in all these groups, so they can be loaded.
 
         *last_name* is the name of the last chunk. No other name is compared, because a chunk's name depends on all
         chunks before it.
@@ -330,11 +331,14 @@ class Promise:
         return are_kept and self.blocks.names[here.stop - 1] == last_name
 
     def places(self, chunks: range) -> range:
-        """Convert these chunks' numbers in the prompt into places, which count from the promise's first chunk."""
+        """Return the indices in *blocks* (this promise's chunks) of *chunks*, counted from the prompt's start."""
         return range(chunks.start - self.first, chunks.stop - self.first)
 
     def end(self) -> None:
-        """End the promise, so that no load can start from it any more. Copies in flight continue."""
+        """End this hit: no further load can begin, and its leased chunks are released.
+
+        A chunk that is being copied or verified is released once that has ended.
+        """
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
         for own in self.every:
@@ -342,11 +346,12 @@ class Promise:
 
 
 class Promises:
-    """The promises to all engines. Owned by the endpoint's thread.
+    """All hits that were reported to engines, as `Promise` objects. Owned by the endpoint's thread.
 
-    Slots from which a worker may be copying stay leased until it reports that it is done, or until its process has
-    ended. Otherwise the worker could copy bytes that another engine has written to these slots meanwhile. All other
-    leases end at the latest `IDLE_S` seconds after the last message about their request.
+    A promise leases its chunks, so that they stay in their slots in host memory. A slot from which a worker may be
+    copying stays leased until the worker reports that it is done, or until its process has ended. Otherwise the worker
+    could copy bytes that another engine has written to the slot meanwhile. All other leases end at the latest `IDLE_S`
+    seconds after the last message about their request.
     """
 
     def __init__(
@@ -357,7 +362,7 @@ class Promises:
         clock: Callable[[], float],
         on_loaded: Callable[[Promise, int, int, float], None] = lambda promise, rank, num_chunks, seconds: None,
     ) -> None:
-        """Start without promises.
+        """Create the object, without any promise (a hit reported to an engine, with leases on its chunks).
 
         *on_loaded* is called after each load, with the promise, the rank, the number of chunks and the duration in
         seconds.
@@ -389,20 +394,20 @@ class Promises:
         on_settled: Callable[[Promise], None] = lambda promise: None,
         before: Sequence[BlockName] = (),
     ) -> Promise:
-        """Make a promise of the *blocks* that are cached, and begin to read them into host memory.
+        """Lease those *blocks* that are cached, and read them into host memory, from where workers load them.
 
         Args:
             client: Client that has sent the request.
             request_id: Id of the request.
-            like: Any worker with the layout of the request.
+            like: A worker with the request's layout (model and KV format). Only its layout matters.
             blocks: Chunks to load.
             ranks: Ranks whose workers will load the chunks.
             num_readers: Number of workers that load the chunks of each rank.
-            first: Number of the first block among the prompt's chunks.
-            max_s: Time limit in seconds; the disk's read timeout also applies. At the limit, the promise is cut to the
-                chunks that have arrived.
+            first: Index in the prompt of the first chunk in *blocks*, that is, the number of chunks before it.
+            max_s: Time limit in seconds; the disk's read timeout also applies. At the limit, the hit is shortened to
+                the chunks that have been read and verified.
             on_settled: Called when the number of loadable chunks is known, unless the request ends earlier.
-            before: Names of the chunks before the *blocks*. If one of them is not cached, nothing is promised.
+            before: Names of the prompt's chunks before the *blocks*. If one of them is not cached, nothing is leased.
         """
         now = self._clock()
         tiers, every = like.tiers, like.layout.groups
@@ -417,7 +422,7 @@ class Promises:
         return promise
 
     def of_request(self, request_id: str) -> list[Promise]:
-        """Return the request's promises that have not ended, newest first, and restart their idle timeout."""
+        """Return the request's hits from which workers can still load, newest first, and restart their idle timeout."""
         promises = [promise for promise in self._promises.get(request_id, ()) if not promise.is_ended]
         for promise in promises:
             promise.heard_at = self._clock()
@@ -447,7 +452,7 @@ class Promises:
             self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
-        """End the promises to this client's request. Chunks stay leased while a worker copies them.
+        """Release the chunks leased for this client's request; a chunk that a worker is copying is released later.
 
         A request of another engine with the same id is not affected.
         """
@@ -467,14 +472,14 @@ class Promises:
         self._end_readings(lambda reading: reading.instance is instance)
 
     def end_client(self, client: Client[list[bytes]]) -> None:
-        """End the promises to a client whose connection has ended."""
+        """Release the chunks leased for a client whose connection has ended, except those that a worker is copying."""
         for promise in self:
             if promise.client is client:
                 promise.end()
         self._forget_those_over()
 
     def tick(self) -> None:
-        """Advance the promises that are not settled, and end those that have timed out."""
+        """Continue the lookups and loads that wait for chunks, and release the chunks of requests that are idle."""
         now = self._clock()
         for promise in self:
             if not promise.is_settled:
@@ -486,7 +491,7 @@ class Promises:
         self._forget_those_over()
 
     def check(self) -> None:
-        """Raise AssertionError if the verifier's entries differ from those that the promises hold."""
+        """Raise AssertionError if the records of chunks' verification do not match the chunks leased for hits."""
         self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
@@ -510,9 +515,8 @@ class Promises:
         promise.on_settled(promise)
 
     def _cut(self, promise: Promise, end: int) -> None:
-        """Drop the chunks from *end* on in all groups: a chunk that one group lacks is useless to the other groups."""
         self._count_lost(promise)
-        for own in promise.chunks:
+        for own in promise.chunks:  # a chunk that one group lacks is useless to the other groups
             own.cut(end)
 
     def _count_lost(self, promise: Promise) -> None:
@@ -527,7 +531,8 @@ class Promises:
     def _begin_again(self, promise: Promise) -> None:
         """Lease the chunks of the next shorter hit, because a chunk of the current hit cannot be loaded.
 
-        If a group forgets, the shorter hit may need other chunks. Chunks that both hits need stay leased.
+        A group with a sliding window or recurrent states needs the last chunks of a hit, so a shorter hit may need
+        other chunks. Chunks that both hits need stay leased.
         """
         self._count_lost(promise)
         promise.lost |= {(own.group_id, place) for own in promise.chunks for place in own.lost}
@@ -603,7 +608,6 @@ class Promises:
         )
 
     def _time_out(self, promise: Promise) -> None:
-        """Settle a promise whose time limit has passed, with the longest hit that is verified for all ranks."""
         promise.is_begun = True
         end = self._longest_good(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
@@ -611,7 +615,7 @@ class Promises:
         self._settle(promise, end)
 
     def _longest_good(self, promise: Promise) -> int:
-        """Return the length of the longest hit all of whose chunks are verified."""
+        """Return the length of the longest prefix for which each group has verified all chunks that it needs."""
         if not promise.chunks:
             return 0
         limit = min(own.end for own in promise.chunks)
@@ -621,7 +625,6 @@ class Promises:
     def _oldest_load(
         self, request_id: str, group_ids: range, instance: Instance, chunks: range
     ) -> tuple[Promise, list[tuple[GroupChunks, Reading]]] | None:
-        """Return the worker's oldest load of these chunks in flight: its promise, and its `Reading` in each group."""
         found = []
         for promise in self._promises.get(request_id, ()):
             load = promise.places(chunks)

@@ -97,10 +97,9 @@ class Registrations:
         return [instance for instance in self._instances.values() if instance.client is client]
 
     def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
-        """Return False for the first ping of each worker that is not attached, and True for all other pings.
+        """Return the answer to a worker's ping: True, except False for the first ping of a worker that is not attached.
 
-        If the answer to a ping is False, LMCache's client sends another one. If the second answer is True, the client
-        registers the worker again.
+        An answer of False followed by True makes LMCache's client register the worker again.
         """
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True

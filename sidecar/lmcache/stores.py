@@ -1,4 +1,4 @@
-"""Stores: chunks that engines write into the segment, from the reservation of slots until lookups find them."""
+"""Stores: the store operations of engines, from the reservation of slots until lookups find the stored chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ NOTHING_SKIPPED: Mapping[int, Collection[int]] = MappingProxyType({})
 
 @dataclass(eq=False, slots=True)
 class Store:
-    """A store in progress: a worker writes chunks of one prompt into slots, in one group.
+    """A store operation in progress: a worker writes chunks of one prompt into slots, in one group.
 
-    The chunk in `slots[i]` is number `places[i]` of *blocks*. The places are in ascending order.
+    `slots[i]` is for the chunk with the index `places[i]` in *blocks*. The places are in ascending order.
     """
 
     instance: Instance
@@ -55,7 +55,7 @@ class Store:
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Totals since the start, in chunks."""
+    """Numbers of chunks in all store operations since the sidecar's start."""
 
     num_stored: int = 0
     num_without_room: int = 0
@@ -64,13 +64,15 @@ class StoreCounts:
 
 
 class Stores:
-    """The stores in progress: a worker reserves slots, writes to them, and commits. Owned by the endpoint's thread.
+    """The store operations in progress, in which a worker reserves slots, writes to them, and commits.
 
     After the commit, other threads compute the chunks' digests, and then lookups can find the chunks. Uncommitted
     chunks are never found.
 
     A reservation ends with its commit or with its worker's process. It never times out, because a stopped thread may
     continue its copy at any later time, even if other threads of the process have sent requests meanwhile.
+
+    Owned by the endpoint's thread.
     """
 
     def __init__(self, lane: DigestLane, shares: Shares, clock: Callable[[], float]) -> None:
@@ -98,12 +100,11 @@ class Stores:
     ) -> list[Store]:
         """Reserve slots for those *blocks* that are neither in host memory nor on disk; return a `Store` per group.
 
-        If there are not enough slots, the first blocks get them. *chunks* has the numbers of the blocks among the
-        prompt's chunks. *skipped* has, by group, the places in *blocks* that the worker does not have.
+        *chunks* has the numbers of the *blocks* in the prompt. *skipped* has for each group the indices in *blocks* of
+        the blocks that the worker will not store. If there are not enough slots, the first blocks get them.
 
-        Returns an empty list if slots are already reserved for the same chunks of the same request, because another
-        thread of the worker may still be writing to those slots. A commit does not name its slots, so with two
-        reservations it would be unclear which one is committed.
+        Returns an empty list if slots are already reserved for the same chunks of the same request. A commit names the
+        chunks but not the slots, so it could not tell two reservations apart.
         """
         if self._find(instance, rank, request_id, chunks):
             return []
@@ -145,7 +146,7 @@ class Stores:
         return store
 
     def commit(self, instance: Instance, rank: int, request_id: str, chunks: range) -> bool:
-        """Record that the worker has written to the slots reserved for *chunks*; return False if there are none."""
+        """Record that the worker has written to the slots reserved for *chunks*. Return whether any were reserved."""
         found = self._find(instance, rank, request_id, chunks)
         for store in found:
             self._reserved.remove(store)
@@ -179,7 +180,7 @@ class Stores:
         assert coming == self._coming, "the committed chunks are miscounted"
 
     def on_digests(self, store: Store, part: range, digests: Sequence[bytes] | None) -> None:
-        """Add the digests of a part of the store's chunks. After the last part, make the chunks visible to lookups."""
+        """Add digests of chunks that a worker has stored. After the last part, make the chunks visible to lookups."""
         store.num_taken += len(part)
         if digests is None:  # the lane is closed, or the memory is gone
             store.is_void = True
@@ -225,9 +226,8 @@ def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | N
 
 
 def _rows(store: Store) -> list[NamedSpan]:
-    """Return the store's chunks as spans of consecutive chunks, the last span first, as `publish` expects them."""
     rows: list[NamedSpan] = []
-    places = store.places[::-1]
+    places = store.places[::-1]  # `publish` expects the last chunk first
     start = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] - 1:

@@ -32,18 +32,19 @@ class Named:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes. Token ids count twice, because the chain keeps a copy of them."""
+        """Approximate number of bytes of memory that this object takes."""
+        # token ids count twice, because the chain keeps a copy
         return _OVERHEAD + len(self.encoded) + 8 * len(self.token_ids) + 100 * len(self.chain.names)
 
     @property
     def beginning(self) -> Beginning | None:
-        """The key by which other requests about the same document find this one; None for a short request."""
+        """Key by which a later request with the same first tokens finds this one; None if there are too few tokens."""
         return _beginning(self.salt, self.encoding, self.encoded)
 
     def is_of(self, salt: str, tokens: Tokens) -> bool:
-        """Return whether *tokens* begin with the known tokens, or the known tokens begin with them.
+        """Return whether *tokens* and the tokens of this object are equal up to the end of the shorter of the two.
 
-        Returns False if the salt or the encoding differs. The same bytes may mean other tokens in the other encoding.
+        Returns False if the salt or the encoding differs: bytes in different encodings cannot be compared.
         """
         if self.salt != salt or self.encoding is not tokens.encoding:
             return False
@@ -133,7 +134,7 @@ class TokenKeys:
             self._drop_over()
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted, or if the index by beginning differs from what is kept."""
+        """Raise AssertionError if bytes are miscounted, or if the index by first tokens does not match what is kept."""
         assert self._num_bytes == sum(named.num_bytes for named in self._requests.values()), "bytes are miscounted"
         assert self._num_over_bytes == sum(named.num_bytes for named in self._over), "bytes are miscounted"
         kept = {*self._requests.values(), *self._over}
@@ -151,10 +152,9 @@ class TokenKeys:
         return Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)), tokens.encoding)
 
     def _index(self, named: Named) -> None:
-        """Make the request findable by its beginning, in place of an earlier request."""
         if named.beginning is not None:
             before = self._last.get(named.beginning)
-            if before in self._over and before is not named:
+            if before in self._over and before is not named:  # no new request would find the ended one any more
                 self._drop_over(before)
             self._last[named.beginning] = named
 

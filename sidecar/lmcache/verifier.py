@@ -1,4 +1,4 @@
-"""Verifier: checks chunks against their digests, and shares the results among promises."""
+"""Verifier: checks leased chunks against their digests. Several requests for one chunk share the result."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvtier.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.transfer.block_memory import HostMemory
 
-FRESH_S = 1.0  # how long after its beginning a verification also counts for other promises
+FRESH_S = 1.0  # how long after its beginning a verification also counts for other requests
 
 Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
 """A callback with places in the request, and for each place whether its chunk is intact; None if that is unknown."""
@@ -15,7 +15,7 @@ Deliver = Callable[[Sequence[int], Sequence[bool | None]], None]
 
 @dataclass(eq=False, slots=True)
 class Checked:
-    """A chunk that promises hold, and the result of its last verification."""
+    """A chunk that callers of `Verifier.verify` have leased, and the result of its last verification."""
 
     memory: HostMemory
     slot: int
@@ -27,12 +27,11 @@ class Checked:
 
 
 class Verifier:
-    """The chunks that promises hold, each verified once for several promises. Owned by the endpoint's thread.
+    """Verification of leased chunks. Several requests for one chunk share a result. Owned by the endpoint's thread.
 
-    Many requests for one document may arrive at once. So while a promise holds a chunk, a verification that began less
-    than `FRESH_S` seconds ago also counts for other promises. A chunk that no promise holds is always verified again.
+    Many requests for one document may arrive at once. So a result is reused for other requests until `FRESH_S` seconds
+    after its verification began, as long as the chunk stays leased. The lease protects the slot from reuse.
 
-    The result stays valid while a promise holds the chunk, because the promise's lease protects the slot from reuse.
     The bytes change only if a process writes to the slot without a lease. This goes unnoticed for at most `FRESH_S`
     seconds.
     """
@@ -70,14 +69,14 @@ class Verifier:
         return given
 
     def release(self, given: Iterable[Checked]) -> None:
-        """Release these entries, because the caller's leases on their chunks end."""
+        """Record that the caller's leases on chunks end. *given* has what `verify` returned for these chunks."""
         for checked in given:
             checked.num_holders -= 1
             if not checked.num_holders:
                 self._drop(checked)
 
     def check(self, given: Iterable[Checked]) -> None:
-        """Raise AssertionError unless *given* are exactly the entries that have not been released."""
+        """Raise AssertionError unless *given* has the entries that callers got from `verify` and have not released."""
         holders = Counter(given)
         assert all(checked.num_holders == num for checked, num in holders.items()), "holders are miscounted"
         assert holders.keys() >= set(self._held.values()), "a chunk is known that no promise holds"

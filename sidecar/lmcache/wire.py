@@ -71,15 +71,15 @@ class Key(Struct, frozen=True):
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens at the prompt's beginning that the engine itself has.
+        """Number of tokens at the prompt's beginning that the engine has on its device.
 
-        These are the tokens before *start*, and those that lmcache 0.5.7 reports. Older clients report none.
+        These are at least the tokens before *start* (a field of this key). lmcache 0.5.7 may report more.
         """
         told = None if self.request_configs is None else self.request_configs.num_computed
         return max(self.start, told) if type(told) is int else self.start
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the key has its token ids in exactly one of the two forms."""
+        """Raise ValueError unless the key has either *token_ids* or *token_bytes*, the latter in whole 32-bit words."""
         if (self.token_bytes is None) == (not self.token_ids):
             raise ValueError("a key needs either token_ids or token_bytes, and not both")
         if self.token_bytes is not None and len(self.token_bytes) % 4:
@@ -125,7 +125,7 @@ class Pool(Struct, frozen=True):
 
 
 class Slot(Struct, frozen=True):
-    """The place of a chunk in the segment."""
+    """The place of a chunk in the shared memory that the worker has mapped (see `Pool`)."""
 
     offset: int
     length: int
@@ -161,7 +161,7 @@ class NoEvents(Struct, frozen=True):
 
 
 class NoModule(Struct, frozen=True):
-    """The answer to a call of a server module. The sidecar has no modules, so every call fails."""
+    """The answer to `server_module_call`, which calls an optional module of LMCache's server. The sidecar has none."""
 
     success: bool = False
     payload: bytes = b""
@@ -265,7 +265,7 @@ def decode_operation(frame: bytes, num_payload: int) -> int | str:
 
 
 def is_number(frame: bytes) -> bool:
-    """Return whether the frame is a valid request's `uid`, an integer that the answer can repeat."""
+    """Return whether the frame is an integer, as a request's `uid` must be so that an answer can repeat it."""
     try:
         return isinstance(_decode_number(frame), int)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -44,7 +44,7 @@ class Mappers:
         self._engines[client] = engine
 
     def on_gone(self, client: Client[bytes]) -> None:
-        """Record that the port has ended this connection."""
+        """Record that the sidecar has ended this connection, which the process may still hold open."""
         ended = self._engines.pop(client), process_name(client), Lifeline.after_farewell(client.connection)
         self._ended.append(ended)
         self.poll()
@@ -82,11 +82,12 @@ class _Attached(NamedTuple):
 class EngineEndpoint:
     """The endpoint for kvtier's own engines.
 
-    An engine has one connection for its session, and one for each other process that maps the segment: see `wire`.
+    An engine has one connection for its requests and leases (its `Session`), and one for each of its other processes
+    that maps the sidecar's host memory. See `wire`.
 
-    A request is answered at once, unless the answer has to wait for the disk, the remote tier or the end of a clear. An
-    engine that sends an invalid message loses its connection at once. Its leases end when none of its processes can
-    copy any more. Other engines are not affected.
+    A request is answered at once, unless the answer has to wait for the disk, the remote tier, or the removal of all
+    blocks (`wire.Clear`). An engine that sends an invalid message loses its connection at once. Its leases end when
+    none of its processes can copy any more. Other engines are not affected.
 
     Owned by the sidecar's thread, whose loop polls the transfers and tiers, and then calls `tick` and `receive`.
     """
@@ -116,7 +117,7 @@ class EngineEndpoint:
 
     @property
     def is_waiting(self) -> bool:
-        """True if an engine waits for blocks, or for the end of a clear."""
+        """True if an engine waits for blocks, or for the answer to `wire.Clear`."""
         return bool(self._clearing) or any(each.session.is_waiting for each in self._sessions.values())
 
     def receive(self) -> bool:
@@ -129,7 +130,7 @@ class EngineEndpoint:
         return self._port.has_more or bool(self._clearing) or any(feed.has_more for feed in self._feeds.values())
 
     def tick(self) -> None:
-        """Send the results of completed reads and inquiries, and end fetches and connections that have timed out."""
+        """Send engines the results of reads and the remote tier's answers. End hung fetches and connections."""
         self._port.tick()
         self._tell_changes()
         now = self._clock()
@@ -273,7 +274,6 @@ class EngineEndpoint:
         self._port.send(client, frame_of(welcome), segment.file)
 
     def _feed(self, layout: BlockLayout) -> Feed:
-        """Return the layout's feed. If the layout is new, create its tiers and its feed first."""
         feed = self._feeds.get(layout)
         if feed is None:
             events = EventLog()
@@ -323,7 +323,6 @@ class EngineEndpoint:
             feed.tell()
 
     def _answer_cleared(self) -> None:
-        """Send `Cleared` to the engines whose clear is complete, after all evictions have been reported to them."""
         waiting, self._clearing = self._clearing, []
         for client, feed in waiting:
             if feed.tiers.tiers.is_forgetting:

@@ -56,7 +56,7 @@ class Feed:
         self._stated_at = float("-inf")
 
     def attach(self, client: Client[bytes]) -> None:
-        """Begin to send this engine the changes and the pages."""
+        """Begin to tell this engine which blocks are cached: those cached now, and every later change."""
         self._clients[client] = self._all_there_is()
         self._port.send(client, frame_of(self.state()))
 
@@ -72,7 +72,7 @@ class Feed:
                 self._send(frame)
 
     def go_on(self) -> None:
-        """Send the next page to each engine that has not got all pages, unless it has too many unread bytes."""
+        """Send the next part of the list of cached blocks to each engine that lacks parts and reads fast enough."""
         for client, pages in list(self._clients.items()):
             if pages is None or not _may_be_told(client):
                 continue
@@ -85,13 +85,13 @@ class Feed:
 
     @property
     def has_more(self) -> bool:
-        """True if `go_on` can send a page now."""
+        """True if `go_on` can send a part of the list of cached blocks now."""
         return any(pages is not None and _may_be_told(client) for client, pages in self._clients.items())
 
     def tell_state(self, now: float) -> None:
-        """Send the tiers' state if its flags have changed, or if `STATE_S` seconds have passed since the last time.
+        """Send engines the tiers' state every `STATE_S` seconds, and at once if a flag (such as `is_indexed`) changes.
 
-        If the flags are unchanged, engines with unread messages are skipped, so that the states do not queue up.
+        If no flag has changed, engines with unread messages are skipped, so that no messages pile up for them.
         """
         status = self.tiers.tiers.status
         flags = (status.is_indexed, status.is_readable, status.is_making_room)
@@ -146,9 +146,9 @@ class Feed:
         return frame_of(InHost(group_id, joined(names), packed(slots[there])))
 
     def _all_there_is(self) -> Iterator[bytes]:
-        """Yield pages: frames that list the cached blocks.
+        """Yield the list of cached blocks in parts (frames), some of which are empty.
 
-        Each block that stays cached until the last frame is in one of the frames. A frame may be empty.
+        Blocks that are stored or evicted meanwhile may be missing.
         """
         index = self.tiers.tiers.index
         for group_id, host in enumerate(index.host):
@@ -173,7 +173,6 @@ def _read_state(status: LowerStatus, tier: Tier) -> ReadState:
 
 
 def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:
-    """Return what all events of one frame share: tier, group, and the cause of an eviction or None for an insertion."""
     return event.tier, event.group_id, event.cause if isinstance(event, BlockRemoved) else None
 
 

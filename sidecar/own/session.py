@@ -49,7 +49,7 @@ class SessionCounts:
 class Fetched:
     """One fetch of the engine: blocks to be leased in host memory, after they are read from disk if necessary.
 
-    *is_open* says for each block whether it is leased or still awaited.
+    *is_open* is True for each block that is leased or being waited for, and False after it was released or has failed.
     """
 
     fetch: LocalFetch
@@ -171,7 +171,7 @@ class Session:
                 yield wire.Inquired(number, wire.joined(list(compress(asked.names, is_remote.tolist()))))
 
     def take_fetched(self) -> Iterator[wire.Fetched]:
-        """Yield the results of fetches that have not been sent to the engine yet."""
+        """Yield, for each fetch, a message about the blocks that have arrived or failed since its last message."""
         for number, fetched in list(self._fetches.items()):
             if fetched.landed or fetched.failed:
                 yield from self._told(number, fetched)
@@ -297,7 +297,7 @@ class Session:
             self._end_if_over(number, fetched)
 
     def end(self) -> None:
-        """End all leases. No process of the engine may copy any more."""
+        """End all leases. Call this only if no process of the engine can still copy, or if the sidecar ends."""
         for fetched in self._fetches.values():
             self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])
         self._fetches.clear()
@@ -403,7 +403,6 @@ class Session:
 
 
 def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
-    """Yield each traced request with its blocks' names. Raise `Malformed` for too many requests or invalid places."""
     if len(traced) > wire.MAX_TRACED:
         raise Malformed(f"{len(traced)} traced requests; the maximum is {wire.MAX_TRACED}")
     for each in traced:
@@ -411,7 +410,7 @@ def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterat
 
 
 def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[NamedSpan]:
-    """Return the chains as `NamedSpan` objects. Raise `Malformed` unless each of the blocks is in one chain."""
+    """Convert a message's *chains*. Raise `Malformed` unless they have all *num_blocks* blocks, each of them once."""
     rows, end = [], 0
     for each in chains:
         if each.start != end or not end < each.end <= len(names):

@@ -61,7 +61,7 @@ class CodecChoice:
     def pick(self, raw: memoryview) -> Codec:
         """Return the codec for *raw*. The first and every 64th block is encoded and decoded to measure speeds.
 
-        Raises ValueError for a block that *compressed* cannot encode.
+        Raises ValueError if *raw* is such a block, and the compressing codec cannot encode it.
         """
         with self._lock:
             is_sample = self._num_picked % _BLOCKS_PER_SAMPLE == 0

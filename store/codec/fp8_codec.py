@@ -29,8 +29,8 @@ class Fp8Codec:
     m / 28,000, the error is also at most 1/15 of the element. Both limits ignore errors of up to 2^-25 in float16, or
     2^-121 in the other types, which come from the limited range of exponents.
 
-    Zeros decode to zeros and NaN to NaN. An infinity decodes to the largest finite number of its type, or to up to 1/25
-    less.
+    Zeros decode to zeros and NaN to NaN. An infinity decodes to a finite number of the same sign, with at least 24/25
+    of the largest magnitude of its type.
 
     The codec must not share a namespace with lossless codecs, because a key would have two contents. So the caller
     names the codec in `Namespace.kv_quantization`.
@@ -125,7 +125,6 @@ def _num_runs(num_elements: int) -> int:
 
 
 def _in_runs(elements: _Bits) -> _Bits:
-    """Return *elements* as an array [num_runs, 64]. If the last run is short, the array is a copy padded with zeros."""
     missing = -elements.size % _RUN
     return (np.pad(elements, (0, missing)) if missing else elements).reshape(-1, _RUN)
 
@@ -144,7 +143,7 @@ def _values_of_codes() -> _Floats:
 
 
 def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
-    """Return the nearest code for each value of a float32's upper 16 bits. Too large numbers get the largest code."""
+    """Return a table from the upper 16 bits of a float32 to the nearest e4m3 code (the largest one at overflow)."""
     magnitudes = _widen_bfloat16(np.arange(1 << 15, dtype=np.uint16))
     middles = (values[:126] + values[1:127]) / 2
     codes = np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)

@@ -46,7 +46,7 @@ def charged_bytes(value_bytes: int) -> int:
 
 
 def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
-    """Return how many bytes of the capacity *blob* takes if its codec does not shrink it."""
+    """Return how many bytes of the store's capacity are taken by *blob* if its codec does not shrink it."""
     return charged_bytes(blob.raw.nbytes + (0 if cipher is None else OVERHEAD_BYTES))
 
 

@@ -23,7 +23,7 @@ _COPIES_AT = (0, 4096)  # offsets, so far apart that no page and no block of the
 
 
 class FileState(StrEnum):
-    """State of the data file, as the boot mark records it."""
+    """State of LMDB's data file, recorded so that the next process knows whether it can trust the file."""
 
     CLEAN = "clean"  # fully synced and not written since: the file was closed, or is about to be compacted
     PROCESS = "process"  # open, nothing synced
@@ -39,7 +39,10 @@ def current_boot_id() -> str:
 
 @dataclass(frozen=True)
 class BootMark:
-    """The boot in which the data file was last open, its state, and how many processes in a row crashed reading it."""
+    """A record about the data file: the boot in which it was last open, its state, and a count of crashes.
+
+    *num_crashes* counts the processes in a row that have crashed while they had the file open.
+    """
 
     boot_id: str
     state: FileState
@@ -48,7 +51,7 @@ class BootMark:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the mark in *folder*, or None if there is none or both copies of it are damaged.
+        """Return what *folder* records about the data file; None if it has no record, or both copies are damaged.
 
         Raises OSError if the file cannot be read.
         """
@@ -64,11 +67,11 @@ class BootMark:
         return None
 
     def write(self, folder: Path) -> None:
-        """Write the mark to *folder* durably.
+        """Write this record of the data file's state to *folder* durably.
 
-        A machine crash during the write may leave one copy of the old mark and one of the new mark. So the caller must
-        write a mark only while the old and the new mark both describe the data file correctly. The file is overwritten
-        in place, so that a store can be opened and closed on a full disk.
+        After a machine crash during the write, `read` may return the old record or the new one. So call this only while
+        both records are true of the data file. The record is overwritten in place, so that a store can be opened and
+        closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
         with open(folder / _NAME, "r+b", opener=open_or_make) as file:

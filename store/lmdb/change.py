@@ -61,9 +61,9 @@ class Change:
             tables: Sub-databases of the store.
             txn: Write transaction, which the caller commits or aborts.
             synced_change: Number of the last change in the last checkpoint. Slots (places for payloads) that later
-                changes freed are not reused, because a machine crash would bring their records back. None for a store
-                without checkpoints, which may reuse all slots that were freed before this change.
-            num_chances: Limit on the second chances that evictions in this change give to marked records.
+                changes freed are not reused: after a machine crash the store returns to the checkpoint, in which these
+                slots hold records. None for a store without checkpoints; it may reuse all slots freed before.
+            num_chances: Maximum number of records that evictions may skip because they are marked as recently used.
         """
         self._tables = tables
         self._txn = txn
@@ -105,8 +105,8 @@ class Change:
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
         """Turn free slots into holes (slots without disk space) until all slots take at most *limit_bytes* on disk.
 
-        Returns the new holes, whose disk space the caller must release. Stops at *limit* new holes, or when no other
-        free slot can be reused. Then the slots may still take more than *limit_bytes*.
+        Returns the new holes, whose disk space the caller must release. The slots may still take more than
+        *limit_bytes*: at most *limit* holes are made, and slots whose records a crash may bring back are left alone.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -130,8 +130,8 @@ class Change:
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
         """Add the record of *blob*, whose key is new and whose value is in *slot*, as the newest record.
 
-        *coming* has the keys that this change will add later. If the parent is one of them, it needs no mark, because
-        its record will be newer than this one.
+        The record of the parent block is marked as recently used, so that it is not evicted before this record. It is
+        not marked if this change adds it later (its key is in *coming*): then it will be newer than this record anyway.
         """
         tenant = blob.tenant or NO_TENANT
         self._append(
@@ -161,15 +161,19 @@ class Change:
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, and return their keys.
 
-        Evicts at most *limit* records. A marked record is not evicted but gets a second chance. One change gives a
-        limited number of second chances, so check `counters` to see whether another change is needed.
+        Evicts at most *limit* records. A record that is marked as recently used is skipped: it loses the mark and
+        becomes the newest. One change may skip only a limited number of records, so check `counters` to see whether
+        another change is needed.
         """
         evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
         return evicted
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, limit: int) -> list[bytes]:
-        """Evict the oldest records of *tenant*, as `evict` does, until they take at most *limit_bytes*."""
+        """Evict the oldest records of *tenant* until it has at most *limit_bytes* stored, and return the evicted keys.
+
+        Evicts at most *limit* records, and skips records that are marked as recently used, as `evict` does.
+        """
         evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, limit, tenant)
         self.counters.evicted_total += len(evicted)
         self.counters.quota_evicted_total += len(evicted)
@@ -178,7 +182,7 @@ class Change:
     def clear(self, num_bytes: int, limit: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
         """Evict the oldest records of *tenant* (NO_TENANT: of all) to free *num_bytes* of the capacity.
 
-        Returns the evicted keys, and how many bytes are still stored. Marked records get second chances as in `evict`.
+        Returns the evicted keys, and how many bytes are still stored. Skips records that are marked as recently used.
         The counter `evicted_total` excludes these evictions, because a user requested them.
         """
 
@@ -219,10 +223,7 @@ class Change:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True.
-
-        Evicts at most *limit* records, and stops when this change has no second chances left.
-        """
+        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True."""
         evicted: list[bytes] = []
         order = self._in_order(tenant)
         while len(evicted) < limit and is_too_much():
@@ -240,7 +241,7 @@ class Change:
                 self._txn.delete(key, db=self._tables.records)
                 self._on_removed(row)
                 evicted.append(key)
-            elif not self._num_chances_left:
+            elif not self._num_chances_left:  # this transaction may skip no more marked records
                 break
             else:
                 self._num_chances_left -= 1
@@ -306,9 +307,9 @@ class Change:
         return found
 
     def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
-        """Return slots without disk space: first holes, then new slots at the end of the slab file."""
         if not num_slots:
             return []
+        # First reuse holes (free slots without disk space), then add slots at the end of the slab file.
         with self._txn.cursor(db=self._tables.holes) as cursor:
             is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
             rows = islice(ascending(cursor), num_slots) if is_there else ()
@@ -327,7 +328,6 @@ class Change:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: RecordRow, coming: Collection[bytes] = ()) -> None:
-        """Write the record of *key* as the newest, and mark its parent unless the parent is in *coming*."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)

@@ -22,7 +22,10 @@ _CHECKSUM_BYTES = 16
 
 
 class Checkpoint:
-    """The checkpoints of one LMDB environment, and the read transaction that keeps the pages of the last one.
+    """The checkpoints of one LMDB environment. After a machine crash the store returns to the last one.
+
+    A checkpoint is a copy of the root, LMDB's two meta pages, which lead to all other pages. An open read transaction
+    keeps LMDB from overwriting the pages that the last checkpoint leads to.
 
     Only the store's writer calls `take`, right after it has synced the file. The store must not change between the
     start of that sync and the end of `take`. Pages freed since the last checkpoint can be reused only after the next
@@ -36,7 +39,7 @@ class Checkpoint:
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Save a copy of the data file's root. The caller must have synced the file.
+        """Take a checkpoint: save a copy of the meta pages of LMDB's data file. The caller must have synced the file.
 
         Raises OSError or lmdb.Error. The previous checkpoint then stays valid.
         """
@@ -80,7 +83,6 @@ def restore(folder: Path) -> bool:
 
 
 def _whole(kept: bytes) -> bytes | None:
-    """Return the root in the first intact one of the two copies in *kept*, or None if neither is intact."""
     for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
         root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
         if xxhash.xxh3_128_digest(root) == checksum:

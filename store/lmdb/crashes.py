@@ -1,7 +1,8 @@
-"""Crash counts: how many processes in a row have crashed while they had a store open, as its boot mark records.
+"""Crash counts: how many processes in a row have crashed while they had a store open.
 
-A damaged page of the index may crash every process that reads it, or trap it in an endless loop, at every start. So
-`data_file` starts with an empty store if the count is too high. Closing the store properly resets the count to 0.
+The count is in the store's boot mark, a small file that records the state of the store's files. A damaged page of the
+index may crash every process that reads it, or trap it in an endless loop, at every start. So `data_file` starts with
+an empty store if the count is too high. Closing the store properly resets the count to 0.
 """
 
 import signal
@@ -34,7 +35,8 @@ def is_computing(pid: int) -> bool:
 def note(path: Path, owner: int) -> int:
     """Count a crash of the process that had the store at *path* open, and return the number of crashes in a row.
 
-    Raises OSError if the boot mark cannot be written, or if another process has opened the store in the meantime.
+    The count is in the boot mark, a small file in which the store records its state. Raises OSError if that file cannot
+    be written, or if another process has opened the store in the meantime.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

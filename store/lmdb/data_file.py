@@ -38,10 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def part_bytes(capacity_bytes: int) -> int:
-    """Return the limit on the bytes of the blocks that one change (a write transaction) stores.
-
-    The same limit holds for the total size of freed slots (places for payloads) that cannot be reused yet.
-    """
+    """Return the limit on the bytes of the blocks that are stored in one write transaction."""
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
 
@@ -53,7 +50,7 @@ def slab_bytes(capacity_bytes: int) -> int:
 def index_bytes(capacity_bytes: int) -> int:
     """Return the size of LMDB's memory map, which the data file never exceeds.
 
-    An eighth of the capacity is enough for blocks of one page; larger blocks need less.
+    An eighth of the capacity is enough even if each KV block takes only 4 KiB, the minimum; larger blocks need less.
     """
     wanted = capacity_bytes // 8 + _MIN_INDEX_BYTES
     return -(-wanted // PAGE_BYTES) * PAGE_BYTES
@@ -65,12 +62,12 @@ def max_bytes(capacity_bytes: int) -> int:
 
 
 def capacity_within(disk_bytes: int) -> int:
-    """Return the largest capacity whose folder takes at most *disk_bytes* of disk space, or 0 if there is none."""
+    """Return the largest capacity with which a store's folder takes at most *disk_bytes*, or 0 if there is none."""
     return _largest(max_bytes, disk_bytes)
 
 
 def capacity_of_slabs(disk_bytes: int) -> int:
-    """Return the largest capacity whose slots take at most *disk_bytes* of disk space, or 0 if there is none."""
+    """Return the largest capacity with which a store's slots take at most *disk_bytes*, or 0 if there is none."""
     return _largest(slab_bytes, disk_bytes)
 
 
@@ -132,8 +129,9 @@ def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Table
 def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
     """Copy the index to a file without free pages, and open the copy. Used after the capacity was lowered.
 
-    If there is no room for a copy, the index stays as it is. The caller must have synced the index and written a boot
-    mark that says CLEAN. This mark is correct for the old file and for the copy, so a crash at any point does no harm.
+    If there is no room for a copy, the index stays as it is. Before the call, the index must be synced, and the boot
+    mark (the small file that records the index's state) must say CLEAN, that is, fully synced. This is then true of the
+    copy too, so a crash at any point does no harm.
     """
     copy = folder.here / _COPY
     try:
@@ -161,10 +159,8 @@ def _start_empty(folder: Folder, reason: str) -> None:
 
 
 def _clear(folder: Folder) -> None:
-    """Remove the data file and the slabs (files of payloads), and write a boot mark that says: open, not synced.
-
-    If the process is killed in the middle, the next start removes the rest.
-    """
+    # The data file is removed first. If the process is killed after that, the next start finds no data file, and clears
+    # the folder again.
     for name in (DATA, "lock.mdb"):
         (folder.here / name).unlink(missing_ok=True)
     Slabs.remove(folder.here)
@@ -191,7 +187,7 @@ def _restore_or_refuse(folder: Folder) -> str | None:
 
 
 def damage_of(mark: BootMark) -> str | None:
-    """Return why the index counts as damaged according to its boot *mark*, or None if it does not."""
+    """Return why the index counts as damaged according to *mark*, the record of its state, or None if it does not."""
     if mark.state is FileState.DAMAGED:
         return "its index was found damaged"
     if mark.num_crashes >= MAX_CRASHES:

@@ -62,7 +62,7 @@ class OpenFolder:
         return self.tables.file.is_removed
 
     def read_mark(self) -> BootMark | None:
-        """Return the boot mark in the folder, or None if there is no valid one."""
+        """Return the boot mark, the record of the state of the files, or None if there is no valid one."""
         return BootMark.read(self.here)
 
     def mark(self, state: FileState, num_crashes: int = 0) -> None:
@@ -86,7 +86,10 @@ class OpenFolder:
         return self.tables
 
     def compact_index(self) -> Tables:
-        """Replace the index by a copy without free pages. The boot mark must say CLEAN."""
+        """Replace the index by a copy without free pages.
+
+        The caller must first call `sync`, and then record with `mark(FileState.CLEAN)` that the files are fully synced.
+        """
         self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
         return self.tables
 
@@ -147,16 +150,17 @@ class MapUsers:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Run the block while no thread uses the map: wait for the current users, and let new ones wait.
+        """Keep other threads from using the map inside a `with` statement.
 
-        A thread that is using the map must not enter this block.
+        Waits for the current users, and lets new users wait. A thread that is using the map must not call this, because
+        it would wait for itself.
         """
         with self._gate:
             self._gate.wait_for(lambda: self._num_users == 0)
             yield
 
     def close(self) -> bool:
-        """Refuse new users, and wait until all users have left. Returns False if it was already closed."""
+        """Refuse further use of the map, and wait until no thread uses it. Returns False if already closed."""
         with self._gate:
             if self.is_closed:
                 return False
@@ -168,12 +172,12 @@ class MapUsers:
 class LmdbFiles:
     """The open files of a store: index and slabs. One process has them open, and one thread at a time changes them.
 
-    LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the boot mark records the damage,
-    and the next start begins with an empty store. Until then changes are refused and reads continue. If LMDB stops
-    because it could not write the root of a change, the index is reopened in the state before that change.
+    LMDB errors are raised as OSError. If an error means that LMDB's tree is broken, the damage is recorded on disk, and
+    the next start begins with an empty store. Until then changes are refused and reads continue. If LMDB could not
+    write its meta page at the end of a transaction, the index is reopened in the state before that transaction.
 
-    In a process forked from this one, `close` does nothing, and every other call raises ValueError. The caller must
-    call `settle` once the stored records fit into the capacity.
+    After opening, the caller must evict the records that exceed the capacity, and then call `settle`. In a process
+    forked from this one, `close` does nothing, and every other call raises ValueError.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
@@ -219,7 +223,7 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Release disk space of free slots, in several changes, until all slots take at most *limit_bytes*."""
+        """Release disk space of free slots until all slots take at most *limit_bytes*. Uses several transactions."""
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
@@ -254,9 +258,9 @@ class LmdbFiles:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep LMDB's memory map open inside the block; `close` waits for the end of the block.
+        """Keep LMDB's memory map open inside a `with` statement; `close` waits for the end of the statement.
 
-        Raises ValueError after `close`. A thread must not nest two blocks.
+        Raises ValueError after `close`. A thread must not nest two such statements.
         """
         self._refuse_forked()
         self._recover()
@@ -265,21 +269,24 @@ class LmdbFiles:
 
     @contextmanager
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
-        """Run the block in a read transaction.
+        """Provide a read transaction for a `with` statement.
 
-        Keep the block short: pages that are freed meanwhile cannot be reused before it ends.
+        Keep the statement short: pages that are freed meanwhile cannot be reused before it ends.
         """
         with self.using(), self.tables.env.begin() as txn:
             yield txn
 
     @contextmanager
     def changing(self, added_bytes: int = 0, removal_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
-        """Run the block as one change, which is committed at its end and undone by any exception.
+        """Provide a `Change` (write transaction) for a `with` statement, at the end of which it is committed.
+
+        Any exception undoes the change.
 
         Args:
-            added_bytes: Bytes of new pages that the change may need for the records that it adds or marks.
-            removal_bytes: Bytes of new pages that the change may need in addition, for evictions, for marked records
-                that it skips, and for free slots that it turns into holes.
+            added_bytes: Bytes of new LMDB pages that the change may need to add records, or to mark them as recently
+                used.
+            removal_bytes: Bytes of new LMDB pages that the change may need in addition, to evict records, to skip
+                records marked as recently used, and to list free slots as slots without disk space.
         """
         self._refuse_forked()
         with self.writer:
@@ -310,10 +317,10 @@ class LmdbFiles:
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
-        """Run *act*, which may need *new_bytes* of new pages, as one change that leaves enough pages for a deletion.
+        """Run *act* in one write transaction, which may need *new_bytes* of new LMDB pages.
 
-        LMDB does not say how many pages are free. So if the map is nearly full, the change tries to allocate the pages
-        that a deletion needs. Raises `StoreFull` if there are too few pages.
+        Enough pages must stay free for a later deletion, which needs new pages itself. Otherwise the transaction is
+        undone, freed pages and slots are made reusable, and *act* runs again. Raises `StoreFull` if that does not help.
         """
         try:
             return self._change_at_once(act, new_bytes)
@@ -337,10 +344,10 @@ class LmdbFiles:
             return act(change, _RECORDS_WHEN_FULL)
 
     def free_pages(self, limit_bytes: int) -> None:
-        """Make freed pages and slots usable again.
+        """Make freed index pages and slots usable again, and release disk space of free slots.
 
-        *limit_bytes* is the limit on the disk space of all slots. Free slots lose their disk space until the new slots
-        of one more change fit below this limit.
+        Afterwards there is room for the slots of the next write transaction: with them, all slots together take at most
+        *limit_bytes* of disk space.
         """
         self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
@@ -367,11 +374,7 @@ class LmdbFiles:
             return result
 
     def _mark_open(self) -> None:
-        """Sync the files if the durability level requires it, and write the boot mark that says that they are open.
-
-        This runs before the first change. If it is interrupted, the old mark is still correct and the old checkpoint
-        intact.
-        """
+        # This runs before the first change, so after an interruption the old mark and checkpoint are still correct.
         level = self._opened.durability
         if level is Durability.COMMIT:
             self._opened.sync()
@@ -383,7 +386,6 @@ class LmdbFiles:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
     def _mark_closed(self) -> None:
-        """Sync the open files, and write the boot mark that records their state after closing."""
         if not self._opened.is_index_open:  # the index could not be reopened, so the boot mark still says open
             return
         with self._lmdb_errors():
@@ -426,13 +428,9 @@ class LmdbFiles:
             self._is_tidy = False
 
     def _compact(self) -> None:
-        """Copy the index to a file without free pages.
-
-        The files are synced and do not change meanwhile, so the boot mark may say CLEAN at every durability level.
-        """
         with self.writer, self._users.exclusive(), self._lmdb_errors():
             self._opened.sync()
-            self._opened.mark(FileState.CLEAN)
+            self._opened.mark(FileState.CLEAN)  # correct at every durability level, because no change is made meanwhile
             self._release_checkpoint()
             self.tables = self._opened.compact_index()
             self._mark_open()
@@ -464,7 +462,7 @@ class LmdbFiles:
         self._checkpoint.take()
 
     def _release_checkpoint(self) -> None:
-        """Allow LMDB to reuse pages of the last checkpoint. The index must not change before the next checkpoint."""
+        # After this, a change of the index could overwrite the last checkpoint, so the next checkpoint must come first.
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -479,7 +477,6 @@ class LmdbFiles:
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """Raise errors of LMDB as OSError. If LMDB's tree is broken, record the damage in the boot mark."""
         try:
             yield
         except NoFreeSlot as error:
@@ -500,10 +497,9 @@ class LmdbFiles:
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
-        """Return whether LMDB refuses every further call, because it could not write its root."""
         try:
             self.tables.env.begin().abort()
-        except lmdb.PanicError:
+        except lmdb.PanicError:  # LMDB could not write a meta page, and refuses every call from then on
             return True
         except lmdb.Error:
             pass
@@ -536,7 +532,7 @@ def open_files(
     """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
     If *capacity_bytes* is None (for maintenance commands), the store keeps the capacity with which it was last opened.
-    Then a missing or broken store raises OSError, and damage is not recorded in the boot mark.
+    Then a missing or broken store raises OSError, and damage that is found later is not recorded on disk.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

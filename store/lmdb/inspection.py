@@ -33,7 +33,10 @@ class StoreLost(OSError):
 
 
 class StoreDamaged(StoreLost):
-    """Error raised if the index is broken, but the boot mark does not say so. An engine would still open the store."""
+    """Error raised if reading the index shows that it is broken.
+
+    The damage is not recorded on disk yet, so an engine would still open the store (see `upkeep.mark_damaged`).
+    """
 
 
 class Condition(StrEnum):
@@ -81,10 +84,10 @@ class Content:
 class Inspection:
     """The state of a store at one moment, as `inspect` returns it.
 
-    *durability* is the level of the process that has the store open or left it open; None after a clean end. *owner* is
-    the pid of the process that has the store open. It is None if there is no such process, or if that process runs in
-    another container. *content* is None unless *next_start* is WARM, because the data file must not be opened
-    otherwise.
+    *durability* is the durability level of the process that has the store open, or has ended without closing it. It is
+    None if there is no such process or its level is unknown. *owner* is the pid of the process that has the store open.
+    It is None if there is no such process, or if that process runs in another container. *content* is None unless
+    *next_start* is WARM, because the data file must not be opened otherwise.
     """
 
     folder: Path
@@ -125,7 +128,10 @@ def require_store(folder: Path) -> None:
 
 
 def standing(folder: Path) -> tuple[Condition, NextStart]:
-    """Return how the data file in *folder* was left, and what the next engine will find, according to the boot mark."""
+    """Return how the data file in *folder* was left, and what the next engine will find.
+
+    Does not read the data file, but its boot mark, a small file that records the state of the data file.
+    """
     mark = BootMark.read(folder)
     if mark is None:
         return Condition.UNKNOWN, NextStart.EMPTY

@@ -39,7 +39,7 @@ class _Root(NamedTuple):
     transaction: int
 
     def is_of_lmdb(self, number: int) -> bool:
-        """Return whether this can be root *number* (0 or 1) of a file of the supported LMDB version."""
+        # LMDB writes root 0 with even transaction numbers, and root 1 with odd ones.
         return (self.magic, self.version, self.transaction % 2) == (_MAGIC, _VERSION, number)
 
     def is_plausible(self, num_pages: int) -> bool:
@@ -56,10 +56,12 @@ class _Root(NamedTuple):
 
 
 def check(data_file: Path) -> None:
-    """Raise CorruptedError unless both roots of *data_file* are valid and consecutive, and the newer one is plausible.
+    """Raise CorruptedError unless LMDB can safely use the two roots (meta pages) of *data_file*.
 
-    The trees of the older root are not checked. LMDB never reads them, and they may be wrong in an intact file: after a
-    failed write of a root, LMDB restores that root's transaction number and last page, but not its trees.
+    Both must have the supported format and consecutive transaction numbers. In the newer one, the page size must be
+    4 KiB, and all page numbers must be within the file. The page numbers of the older root's trees are not checked.
+    LMDB never follows them, and they may be wrong in an intact file: after a failed write of a root, LMDB restores only
+    the root's transaction number and last page.
     """
     with open(data_file, "rb", opener=open_private) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES
@@ -69,4 +71,4 @@ def check(data_file: Path) -> None:
     newest = max(roots, key=lambda root: root.transaction, default=None)
     is_sound = newest is not None and newest.is_plausible(num_pages)
     if not (follows and is_sound and all(root.is_of_lmdb(number) for number, root in enumerate(roots))):
-        raise lmdb.CorruptedError("a root of its index makes no sense")
+        raise lmdb.CorruptedError("a root of its index makes no sense (the meta pages at the start of data.mdb)")

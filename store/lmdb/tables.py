@@ -54,7 +54,7 @@ def verified(key: bytes, packed: bytes) -> bytes:
 
 
 class _Layout(struct.Struct):
-    """A binary format of rows. `unpack` raises CorruptedError for bytes that do not have this format."""
+    """A `struct.Struct` for keys or values in LMDB. `unpack` raises CorruptedError if the bytes have another length."""
 
     def unpack(self, row: "Buffer") -> tuple[Any, ...]:
         try:
@@ -83,13 +83,9 @@ class _Counts:
 
 
 class _Slots(_Layout):
-    """A binary format of keys that describe a slot. The row at such a key holds only the key's checksum."""
+    """A binary format of keys that describe a slot. LMDB's value for such a key is only the key's checksum."""
 
     def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
-        """Return the fields of *key*, whose row is *packed*.
-
-        Raises CorruptedError unless the row is the checksum of the key.
-        """
         if packed != checksum(key):
             raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
         return self.unpack(key)
@@ -130,11 +126,11 @@ class Counters:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Counters":
-        """Return the counters in the row *packed*."""
+        """Return the counters that `pack` has turned into the bytes *packed*."""
         return cls(*_COUNTERS.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
-        """Return the row of these counters."""
+        """Return the bytes that LMDB stores for these counters."""
         return _COUNTERS.pack(COUNTERS_KEY, *(getattr(self, name) for name in self.__slots__))
 
     def on_written(self, num_bytes: int, now: float) -> None:
@@ -144,7 +140,7 @@ class Counters:
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """Return `recent_written_bytes` at *now* (seconds since 1970). It decays exponentially between updates."""
+        """Return the recently written bytes at *now* (seconds since 1970): a sum that decays by two thirds a day."""
         return round(self.recent_written_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
@@ -169,7 +165,7 @@ class RecordRow(NamedTuple):
         return cls(*facts, slot, row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
 
     def pack(self, key: bytes) -> bytes:
-        """Return the row packed for *key*."""
+        """Return the bytes that LMDB stores at *key*: this row, and a checksum of *key* and row."""
         row = _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
         return row + checksum(key, row)
 
@@ -414,7 +410,6 @@ class Tables:
             assert is_safe, "a record would be evicted before its child"
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
-        """Raise AssertionError unless every slot has a record, is free, or is a hole."""
         free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is in two states at once"

@@ -35,9 +35,10 @@ _RECORDS_PER_DELETION = 512  # deleted in one change
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a generator in this module, in bytes of the store's capacity.
+    """Progress of a maintenance command, as `verify_store` and `delete_namespaces` yield it.
 
-    *total_bytes* is 0 if the total is unknown.
+    *doing* names the current step. *done_bytes* is the size of the records processed so far, and *total_bytes* that of
+    all records to process, or 0 if unknown. Both are sizes as counted against the store's capacity.
     """
 
     doing: str

@@ -128,7 +128,7 @@ class _StillTooMuch(Exception):
 class DiskRoom:
     """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
 
-    *name* is the path of the store's folder that messages show. *here* is a path that leads to the folder even after a
+    *name* is the path of the store's folder, for messages. *here* is a path that leads to the same folder even after a
     rename. Only the writer uses this object.
     """
 
@@ -141,10 +141,10 @@ class DiskRoom:
         self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
 
     def shrink(self, taken_bytes: int) -> bool:
-        """Lower the capacity, because the disk is full. The store's slots now take *taken_bytes* of the disk.
+        """Lower the capacity to what fits into *taken_bytes*, the disk space that the store's slots take now.
 
-        The index gets `_INDEX_ROOM_BYTES` of these bytes, but at most a quarter of them. If other files fill the disk,
-        so that no capacity would be left, this changes nothing and returns False.
+        A part of this space is left to the index: `_INDEX_ROOM_BYTES`, but at most a quarter. If no capacity would be
+        left, because other files fill the disk, this changes nothing and returns False.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
@@ -159,7 +159,7 @@ class DiskRoom:
         return True
 
     def on_shrunk(self) -> None:
-        """Record how much disk space is free, now that the store has shrunk. `grow_back` waits for more than that."""
+        """Record how much disk space is free right after the store shrank, so that `grow_back` can see an increase."""
         self._left_bytes = self._free_bytes()
 
     def grow_back(self) -> None:
@@ -207,7 +207,7 @@ class LmdbWriter:
     def fit_capacity(self) -> None:
         """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
 
-        No later put returns the evicted keys, because no caller knows them yet.
+        Puts return evicted keys, but not these: right after opening, no caller knows yet which keys the store has.
         """
         self._evict_to(self._files.capacity_bytes)
         self._untold.clear()
@@ -233,7 +233,7 @@ class LmdbWriter:
         return list(evicted)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `BlobStore.touch`."""
+        """Mark the records of *keys* as recently used, so that the next eviction skips each of them once."""
 
         def mark_all(change: Change) -> None:
             for key in keys:
@@ -369,16 +369,12 @@ class LmdbWriter:
         return evicted
 
     def _evict_for(self, group: Collection[Blob]) -> None:
-        """Evict until *group* fits, in as many changes as needed.
-
-        Eviction skips a marked record once and removes the mark. So each change first marks again the existing records
-        of *group* and the parents of its new blobs. Otherwise a record could be evicted to make room for its own child
-        block.
-        """
         is_done = False
         while not is_done:
             with self._files.changing(_EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
                 new_bytes: Counter[bytes] = Counter()
+                # Mark again in each change, because an eviction that skips a record removes its mark. Otherwise a
+                # record could be evicted to make room for its own child block.
                 for blob in _mark(change, group):
                     new_bytes[blob.tenant] += max_charged_bytes(blob, self._cipher)
                 try:

@@ -78,9 +78,10 @@ class Mappings:
         self._backed = [shared for shared, (_, _, is_backed) in zip(self._maps, memories, strict=True) if is_backed]
 
     def warm(self) -> None:
-        """Populate this process's page table for the backed memories, so that first copies are as fast as later ones.
+        """Populate this process's page table, so that first copies are as fast as later ones.
 
-        The other memories are skipped, because populating them would allocate memory that the client may never use.
+        Skips memories without `SharedMemory.is_backed`, because populating them would allocate memory that the
+        client may never use.
         """
         for shared in self._backed:
             for offset in range(0, len(shared), _WARM_STEP_BYTES):
@@ -148,9 +149,9 @@ class Channel:
         except TimeoutError as error:
             raise NoAnswer(f"no answer in {timeout_s:.0f} s") from error
         except (EOFError, OSError) as error:
-            raise NoAnswer("its process ended") from error
+            raise NoAnswer("the store's process ended") from error
         if number != self._number:
-            raise NoAnswer("it sent the response to another request")
+            raise NoAnswer("the store's process answered another request")
         return answer
 
     def disconnect(self) -> None:

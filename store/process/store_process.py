@@ -122,7 +122,7 @@ class StoreProcess:
 
     @property
     def why_ended(self) -> str:
-        """Reason for the most recent end that `num_ended` counts; empty if it counts none."""
+        """Reason why the last of the processes counted in `num_ended` has ended; empty if none has."""
         with self._lock:
             worker = self._worker
             is_last = worker is not None and worker.is_open and worker.has_ended
@@ -441,7 +441,7 @@ class _Worker:
         try:
             channel = free.get(timeout=timeout_s)
             if channel is None:
-                raise NoAnswer("its process ended")
+                raise NoAnswer("the store's process ended")
             answer = channel.ask(question, timeout_s)
             free.put(channel)
         except (NoAnswer, queue.Empty) as error:

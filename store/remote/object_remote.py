@@ -110,7 +110,7 @@ class ObjectRemote:
         return _Call(self._calls, time.monotonic() + _TIMEOUTS_PER_CALL * self._timeout_s)
 
     def _find(self, chains: Sequence[Sequence[bytes]], call: "_Call") -> dict[bytes, Place]:
-        """Return the place of each key that is in a segment. Requests the segments that may hold unknown keys."""
+        """Return the place (object and byte range) of each stored key. Sends requests only for uncached places."""
         keys = [key for chain in chains for key in chain]
         places = self._known.places(keys)
         searches = [SegmentSearch(chain, known=places) for chain in chains]

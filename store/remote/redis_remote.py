@@ -178,10 +178,9 @@ class RedisRemote:
         ]
 
     def _put_large(self, name: bytes, first: bytes, rest: Sequence[memoryview], until: float) -> Reply:
-        """Put a large record, its first part last, so that a reader finds either all new parts or all previous ones.
+        """Store a large record in parts. The first part, which names the others to readers, is stored last.
 
-        Then delete the parts that no record needs: those of the previous record, or the new ones if the server rejected
-        any of them.
+        Then delete unneeded parts: those of the overwritten record or, if the server rejected a part, the new ones.
         """
         (before,) = self._ask([Command(b"GETRANGE", (name, b"0", b"%d" % (HEAD_BYTES - 1)))], until)
         parts, old = Parts.parse_name(first), Parts.parse_name(before) if isinstance(before, memoryview) else None

@@ -79,7 +79,7 @@ class SlotIndex:
         return self._by_byte[name[0]].setdefault(name, slot)
 
     def give_all(self, names: Sequence[BlockName], slots: Iterable[int]) -> list[int]:
-        """Assign *slots* to *names* in the same way as `give`, and return the slots of the names."""
+        """Give each name the slot at the same index, unless it has one already. Return each name's slot."""
         if self._one is not None:
             return list(map(self._one.setdefault, names, slots))
         return list(map(dict.setdefault, self._dicts_of(names), names, slots))
@@ -150,7 +150,10 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that `allocate` could return, with evictions. May be negative while slots are lent."""
+        """Number of slots that `allocate` could return, with evictions.
+
+        Negative if fewer slots are available than reserved, because some are being copied to a lower tier.
+        """
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
@@ -200,9 +203,9 @@ class BlockPool:
         return named
 
     def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
-        """Return for each slot a number that identifies its named block, called the slot's *spot*.
+        """Return for each slot its *spot*, a number that says which block it holds.
 
-        The spot of a slot changes when another block is named in it. It is NO_SPOT if the slot has no named block.
+        It is NO_SPOT if the slot holds no block that lookups can find.
         """
         return self._all_spots[slots]
 
@@ -248,7 +251,10 @@ class BlockPool:
         return slots
 
     def lease_blank(self, slots: Ids) -> None:
-        """Lease the given slots, which must be blank. Takes time proportional to the number of blank slots."""
+        """Lease the given slots, which must be blank: not leased, and without a cached block.
+
+        Takes time proportional to the number of blank slots.
+        """
         wanted = np.zeros(self.num_slots, np.bool_)
         wanted[slots] = True
         blank = np.array(self._blank, np.intp)
@@ -258,7 +264,10 @@ class BlockPool:
         self._all_leases[slots] = 1
 
     def lease(self, slots: Slots) -> None:
-        """Add a lease to each slot, which must not be blank. Cached slots leave the eviction order."""
+        """Add a lease to each slot, which must hold a cached block or be leased already.
+
+        Cached slots leave the eviction order.
+        """
         if len(slots) < MANY:
             leases, any_copies = self._leases, self._num_copies
             cached: list[int] | None = None
@@ -350,8 +359,8 @@ class BlockPool:
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
         """Name the blocks in leased slots: the first one gets `names[start]`, the second `names[start + 1]`, and so on.
 
-        Returns the indices of the slots that got no name because another slot already has that name. *names* should be
-        the list of all names of the prompt, which may only grow. Consecutive blocks of one list are found fastest.
+        Returns the indices of the slots that got no name because another slot already has that name. For fast lookups,
+        pass the same list *names* in all calls for a prompt. The caller may only append to this list.
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
@@ -374,10 +383,10 @@ class BlockPool:
         return taken
 
     def evict(self, slots: Slots) -> list[BlockName]:
-        """Evict the named blocks in the slots, leased or not, and return their names.
+        """Evict the blocks in these slots, leased or not, and return the blocks' names.
 
-        Free slots become blank and are reused after all other blank slots, in the order given. Leased slots become
-        blank when their last lease ends.
+        Slots without a named block are ignored. Of the others, free slots become blank, and are reused after all other
+        blank slots, in the order given. Leased slots become blank when their last lease ends.
         """
         named = np.asarray(slots, np.intp)
         named = named[self._all_spots[named] != NO_SPOT]
@@ -392,9 +401,9 @@ class BlockPool:
         return names
 
     def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
-        """Evict the cached slots *victims*, and lease them and all blank slots: *num_slots* slots in total.
+        """Evict the blocks in the slots *victims*, and lease these slots and all free slots without a block.
 
-        Returns the leased slots and the names of the evicted blocks.
+        *num_slots* must be the number of slots leased. Returns these slots, and the names of the evicted blocks.
         """
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
@@ -410,7 +419,7 @@ class BlockPool:
         return slots, names
 
     def blank_slots(self) -> list[int]:
-        """Return all blank slots, in the order in which they are reused."""
+        """Return all free slots without a cached block, in the order in which they are reused."""
         return self._blank[::-1]
 
     def cached_slots(self) -> list[int]:

@@ -65,7 +65,7 @@ class GrowingRows:
         self.memory.move(0, num_rows * self._row_bytes, num_kept * self._row_bytes)
 
     def give_back(self) -> bool:
-        """Free some memory at the end of the array, and return whether any is left."""
+        """Free the last few MiB of the array's memory. Returns True while some is left."""
         if self.memory.closed:
             return False
         left = len(self.memory) - BACK_BYTES
@@ -107,10 +107,11 @@ class Run:
 
 
 class Span(NamedTuple):
-    """Consecutive blocks of one run in a part of a list of slots, the last block first.
+    """A part `slots[start:end]` of a list of slots. It holds consecutive blocks of a prompt, the last block first.
 
-    The part is `slots[start:end]`. The block in `slots[start]` has position *place* in the run. A block that is in no
-    run has a span of its own, whose *run_id* is NO_SPOT.
+    *run_id* is the id of the `Run` (a record of consecutive blocks of a prompt) that contains these blocks, and *place*
+    is the index of the block of `slots[start]` in it. If a block is in no run, its span contains only this block, and
+    *run_id* is -1 (`NO_SPOT`).
     """
 
     start: int
@@ -136,11 +137,11 @@ class Runs:
 
     A dict lookup takes 43 ns per name in a pool of 10,000 slots and 230 ns in a pool of a million, because of CPU cache
     misses. A lookup in a run takes 11 to 14 ns, because the names and slots of a run are adjacent in memory. The blocks
-    of a request form one run even if they are named chunk by chunk.
+    of a request form one run even if the request computes and commits them in several chunks.
 
-    A slot's *spot* is one number made of the run of its block and the block's place in the run. So the spots of
-    consecutive blocks are consecutive numbers, and one numpy call writes, compares or clears all of them. This is fast
-    even for chunks of only 32 blocks.
+    A slot's *spot* is a number: its high bits are the id of the run that the slot's block belongs to, its low bits are
+    the block's index in the run. So consecutive blocks have consecutive spots, and one numpy call writes, compares or
+    clears all of them. This is fast even for chunks of only 32 blocks.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -176,16 +177,13 @@ class Runs:
         run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
-        """Record the name of the block in *slot*, without making the block a part of a run."""
+        """Record the name of the block in *slot*. The block before it in the prompt stays unknown."""
         self.spots[slot] = self._next_alone
         self._next_alone -= 1
         self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
-        """Remove the blocks in these slots and return their names.
-
-        The names are ordered by run; those of blocks in no run come last.
-        """
+        """Remove the blocks in these slots and return their names, perhaps in another order than *slots*."""
         if not len(slots):
             return []
         spots = self._all_spots[slots]
@@ -200,7 +198,10 @@ class Runs:
         return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
 
     def spans(self, slots: npt.NDArray[np.intp]) -> list[Span]:
-        """Split *slots*, which hold named blocks, into the parts that hold consecutive blocks, the last block first."""
+        """Split the list *slots* into parts, each of which holds consecutive blocks of a prompt, the last block first.
+
+        All slots must hold named blocks.
+        """
         spots = self._all_spots[slots]
         is_last = np.empty(len(spots), np.bool_)
         np.not_equal(spots[:-1], spots[1:] + 1, out=is_last[:-1])
@@ -217,7 +218,10 @@ class Runs:
         ]
 
     def rows(self, slots: npt.NDArray[np.intp]) -> list[NamedSpan]:
-        """Split *slots* in the same way as `spans`, and return the names of the blocks in each part."""
+        """Split the list *slots* like `spans`, and add the names of the blocks.
+
+        Each part holds consecutive blocks of a prompt, the last block first. All slots must hold named blocks.
+        """
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
@@ -230,7 +234,7 @@ class Runs:
         return rows
 
     def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
-        """Remove the blocks in *slots* and return their names. *spans* are the spans of these slots."""
+        """Remove the blocks in *slots* and return their names. *spans* is what `spans` returns for these slots."""
         self._all_spots[slots] = NO_SPOT
         names: list[BlockName] = []
         num_gone: dict[int, int] = {}  # removals by run, applied once per run because `_shrink` searches the rest
@@ -253,10 +257,7 @@ class Runs:
         return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
-        """Return the name of the block before the slot's block in its prompt; None if there is no such block.
-
-        The result is also None if the slot's block is in no run, because the block before it is then unknown.
-        """
+        """Return the name of the block before the slot's block in its prompt; None if none is known."""
         spot = self.spots[slot]
         if spot < 0:
             return None
@@ -265,9 +266,10 @@ class Runs:
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
-        """Return the slots of the blocks from `names[start]` on, up to the first block that is not in the same run.
+        """Return the slots of `names[start]`, `names[start + 1]` and so on, as long as the blocks are in the same run.
 
-        *slot* is the slot of `names[start]`. If its block is in no run, the result is empty.
+        A run is blocks of a prompt that were added one after another. *slot* is the slot of `names[start]`. If its
+        block is in no run, the result is empty.
         """
         spot = self.spots[slot]
         if spot < 0:
@@ -288,7 +290,7 @@ class Runs:
         return slots[: int(gone.argmax())] if gone.any() else slots
 
     def check(self) -> None:
-        """Raise AssertionError if runs and slots are inconsistent."""
+        """Raise AssertionError if this record of the block in each slot is inconsistent."""
         for run_id, run in self._runs.items():
             slots = np.array(run.slots, np.int32)
             here = self._all_spots[slots] == (run_id << PLACE_BITS) + np.arange(len(slots))
@@ -301,22 +303,19 @@ class Runs:
         assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
     def _take_out(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Remove the blocks at these places of the run and return their names. Their spots must be cleared already."""
         names = self._names(run_id, places)
-        self._shrink(run_id, len(places))
+        self._shrink(run_id, len(places))  # examines the spots that are left, so the caller has cleared these
         return names
 
     def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Return the names of the blocks at these places of the run. If *places* is a range, it must descend."""
         run = self._runs[run_id]
         names, first = run.names, run.first
-        if isinstance(places, range):
+        if isinstance(places, range):  # a descending one
             end = first + places.stop
             return cast(list[BlockName], names[first + places.start : end if end >= 0 else None : -1])
         return [names[first + place] for place in places]
 
     def _shrink(self, run_id: int, num_slots: int) -> None:
-        """Subtract *num_slots* removed blocks from the run's count, and free the unused end of the run."""
         run = self._runs[run_id]
         run.num_left -= num_slots
         if run.num_left == 0:
@@ -334,7 +333,8 @@ class Runs:
 class Front:
     """The next slots to evict, *ids*, looked up in advance for many evictions.
 
-    *begin* is the place of the first of these slots in the eviction order. *spans* are the spans of their blocks.
+    *begin* is the place of the first of these slots in the eviction order. *spans* divides *ids* into parts that hold
+    consecutive blocks of a prompt.
     """
 
     begin: int
@@ -343,9 +343,9 @@ class Front:
     next_span: int = 0  # index of the first span that was not removed
 
     def take(self, start: int, end: int) -> list[Span]:
-        """Return the spans of the slots `ids[start:end]`, which are removed from the order.
+        """Return `ids[start:end]` divided into spans, which are parts that hold consecutive blocks of a prompt.
 
-        A span that extends beyond these slots is cut. *start* must not be less than *end* of the previous call.
+        The spans' indices refer to *ids*. *start* must not be less than *end* of the previous call.
         """
         taken = []
         while start < end:
@@ -360,11 +360,10 @@ class Front:
 
 @dataclass(slots=True)
 class Sweep:
-    """Progress of a compaction of the eviction order, which moves the valid entries to the end, the last one first.
+    """Progress of a compaction of the eviction order, which moves all valid entries to the end, the last entry first.
 
-    Both places start at the end of the order and decrease. The entries at *read* and later have been examined. The
-    valid ones among them are now at *written* and later. So the entries from *read* to *written* - 1 form a gap without
-    valid entries.
+    *read* and *written* are places in the order. All entries from *read* on have been examined, and the valid ones
+    among them have been moved to *written* and later. So there is no valid entry from *read* to *written* - 1.
     """
 
     read: int
@@ -406,7 +405,7 @@ class EvictionOrder:
         self._given = NOTHING  # the part of `_front` that `victims` returned last
 
     def append_few(self, slots: list[int]) -> None:
-        """Append these slots, which must not be in the order."""
+        """Append these slots, none of which may be in the queue already."""
         before, places = self._before, self._places
         self._rows.grow(self._end - before + len(slots))
         items, place = self._rows.items, self._end
@@ -419,7 +418,7 @@ class EvictionOrder:
         self._tidy(SWEPT * len(slots) + MANY)
 
     def append(self, ids: Ids) -> None:
-        """Append many slots at once, like `append_few`."""
+        """Append many slots at once, none of which may be in the queue already."""
         self._all_places[ids] = np.arange(self._end, self._end + len(ids), dtype=np.int32)
         first = self._end - self._before
         self._rows.grow(first + len(ids))
@@ -429,7 +428,7 @@ class EvictionOrder:
         self._tidy(SWEPT * len(ids) + MANY)
 
     def remove_few(self, slots: list[int]) -> None:
-        """Remove the slots. Slots that are not in the order are ignored."""
+        """Remove these slots from the queue. Slots that are not in the queue are ignored."""
         places, head = self._places, self._head
         for slot in slots:
             place = places[slot]
@@ -465,7 +464,7 @@ class EvictionOrder:
         self.num_lent += len(ids)
 
     def put_back(self, ids: Ids) -> None:
-        """Make these lent slots available for eviction again."""
+        """Make these slots, which `lend` has lent to a copy, available for eviction again."""
         self._is_lent[ids] = False
         self.num_lent -= len(ids)
 
@@ -497,9 +496,9 @@ class EvictionOrder:
         return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
     def take(self, victims: Ids) -> list[Span] | None:
-        """Remove these slots, none of which may be lent.
+        """Remove the slots *victims* from the queue. None of them may be lent (being copied to a lower tier).
 
-        Returns the spans of the slots if the last call of `victims` has looked them up, otherwise None.
+        Returns the `Runs.spans` of these slots if `victims` has already computed them, otherwise None.
         """
         num_taken, spans = len(victims), None
         if victims is self._given and num_taken:
@@ -517,7 +516,7 @@ class EvictionOrder:
         return spans
 
     def oldest(self, window: int) -> Ids:
-        """Return those of the first *window* slots of the order that are not lent. They are evicted next."""
+        """Return the slots that are evicted next: the first *window* of the order, without those lent to a copy."""
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
         if self._end - start == self.num_slots:  # every entry from the head on is valid
@@ -536,10 +535,10 @@ class EvictionOrder:
         return oldest[~self._is_lent[oldest]] if self.num_lent else oldest
 
     def part(self, start: int, limit: int) -> tuple[Ids, int | None]:
-        """Return the slots of *limit* entries from place *start* on, and the place after them; None at the end.
+        """Return the slots of *limit* queue entries from place *start* on, and the *start* of the next call.
 
-        Lent slots are left out. The returned place can be used as *start* of a later call even if the order has changed
-        since, because entries only move towards the end.
+        The latter is None at the end of the queue. It stays valid if the queue changes before the next call, because
+        entries only move towards the end. Slots that are lent (being copied to a lower tier) are left out.
         """
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + limit)
@@ -560,12 +559,11 @@ class EvictionOrder:
         assert self.holds(lent).all(), "a slot that is not in the order is lent"
 
     def _entries(self, start: int, end: int) -> Ids:
-        """Return the existing entries from place *start* to *end* - 1."""
         before, end = self._before, min(end, self._end)
         return cast(Ids, self._rows.all[start - before : end - before].astype(np.intp))
 
     def _count(self, entries: Ids, start: int) -> npt.NDArray[np.bool_]:
-        """Return for each of the entries from place *start* on whether it is valid."""
+        """Return for each of these consecutive entries whether it is valid. *start* is the place of the first."""
         counts: npt.NDArray[np.bool_] = self._all_places[entries] == np.arange(
             start, start + len(entries), dtype=np.int32
         )
@@ -585,7 +583,6 @@ class EvictionOrder:
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        """Shorten `_front` so that it ends before these slots, which leave the order or are lent."""
         if len(ids) and self._head < self._front_end:
             self._front_end = min(self._front_end, int(self._all_places[ids].min()))
 
@@ -603,10 +600,6 @@ class EvictionOrder:
             self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
 
     def _sweep_some(self, num_entries: int) -> None:
-        """Examine the next *num_entries* entries of the sweep, and move the valid ones towards the end.
-
-        If all entries have been examined, ends the sweep and frees the space of the invalid ones.
-        """
         sweep = self._sweep
         if sweep is None:
             self._recount()
@@ -619,19 +612,17 @@ class EvictionOrder:
             end, sweep.read, sweep.written = sweep.written, start, sweep.written - len(live)
             self._all_places[live] = np.arange(sweep.written, end, dtype=np.int32)
             self._rows.all[sweep.written - self._before : end - self._before] = live
-        else:
+        else:  # all entries have been examined: free the space of the invalid ones
             self._head = max(self._head, sweep.written)
             self._rows.drop(self._head - self._before, self._end - self._head)
             self._before = self._head
             self._sweep = None
 
     def _past_gap(self, place: int) -> int:
-        """Return *place*, or the end of the sweep's gap if *place* is in it."""
         sweep = self._sweep
         return place if sweep is None or not sweep.read <= place < sweep.written else sweep.written
 
     def _recount(self) -> None:
-        """Lower all places so that they start at 0 again, if they are beyond `MAX_PLACES`."""
         if self._before > MAX_PLACES:
             np.maximum(self._all_places - self._before, NO_PLACE, out=self._all_places)
             self._head -= self._before

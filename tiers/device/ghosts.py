@@ -56,7 +56,7 @@ class Ghosts:
             self._take_in()
 
     def copy(self) -> "Ghosts":
-        """Return a copy for another thread to search. Copying takes a tenth of a millisecond."""
+        """Return a copy of this record of lost blocks, for another thread to search. Takes a tenth of a millisecond."""
         self._take_in()
         copied = Ghosts(0)
         copied._prefixes, copied._how, copied._at = self._prefixes.copy(), self._how.copy(), self._at.copy()
@@ -70,9 +70,9 @@ class Ghosts:
         return self._ghost(self._newest(places)) if len(places) else None
 
     def find_all(self, names: Sequence[BlockName], before: float = float("inf")) -> list[Ghost | None]:
-        """Return for each block its last loss before the time *before*; None if no such loss is remembered.
+        """Return for each block how and when the cache last dropped its only copy; None if this is not remembered.
 
-        Takes milliseconds. For many blocks, this is less than calling `find` for each of them.
+        Losses at or after the time *before* are ignored. Takes milliseconds, but less than many calls of `find`.
         """
         self._take_in()
         wanted = np.frombuffer(b"".join(name[:8] for name in names), np.uint64)
@@ -84,8 +84,7 @@ class Ghosts:
         return [None if place is None else self._ghost(place) for place in all_found]
 
     def _age_order(self, places: Ids) -> Ids:
-        """Return numbers that order places in the ring from the oldest to the newest."""
-        return (places - self._next) % len(self._prefixes)
+        return (places - self._next) % len(self._prefixes)  # 0 for the oldest place of the ring
 
     def _newest(self, places: Ids) -> int:
         return int(places[np.argmax(self._age_order(places))])

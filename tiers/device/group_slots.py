@@ -50,9 +50,10 @@ class SlotOwners:
 
 
 class Marker(NamedTuple):
-    """A sample of `EvictionAges`: the slot freed last before the time *since*, and its place in the eviction order.
+    """A sample of `EvictionAges`: the slot that had been freed last when the sample was taken.
 
-    *spot* identifies the block that the slot held at that time, see `BlockPool.spots`.
+    *place* is the slot's place in the eviction order at that time. *spot* identifies the block that it held then, see
+    `BlockPool.spots`. The time is kept in *since*, in seconds.
     """
 
     slot: int
@@ -79,10 +80,9 @@ class EvictionAges:
         self._num_counted = 0  # evictions that are in the histogram
 
     def look(self, num_evicted: int, now: float) -> None:
-        """Add the evictions since the last call to the histogram, and set a new marker.
+        """Update the histogram of ages if it is time for the next sample. Call this often; most calls return at once.
 
-        *num_evicted* is the number of evictions since the start, and *now* is the time in seconds. Call this often;
-        most calls return at once.
+        *num_evicted* is the number of evictions since the start, and *now* is the time in seconds.
         """
         if now < self._next_at:
             return
@@ -143,12 +143,12 @@ class DirtyMarks:
         return bool(self._marks[slot] != CLEAN)
 
     def among(self, slots: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each slot whether it is marked."""
+        """Return for each slot whether it is dirty."""
         marked: npt.NDArray[np.bool_] = self._marks[slots] != CLEAN
         return marked
 
     def any_among(self, slots: Ids) -> bool:
-        """Return whether any of the slots is marked."""
+        """Return whether any of the slots is dirty (its block has yet to be copied to a lower tier)."""
         return self._num_marked > 0 and bool(np.count_nonzero(self._marks[slots]))
 
     def add(self, slots: Ids) -> None:
@@ -164,7 +164,7 @@ class DirtyMarks:
             self._queue(oldest[self._marks[oldest] == number])
 
     def remove(self, slots: Ids) -> None:
-        """Remove the marks of these slots."""
+        """Remove these slots from the set of dirty slots. Slots that are not in it are ignored."""
         if self._num_marked:
             self._num_marked -= int(np.count_nonzero(self._marks[slots]))
             self._marks[slots] = CLEAN
@@ -185,13 +185,13 @@ class DirtyMarks:
         return np.concatenate([NOTHING, *found])[:limit]
 
     def clear(self) -> None:
-        """Remove all marks."""
+        """Mark all slots as clean."""
         self._marks.fill(CLEAN)
         self._num_marked = self._num_entries = 0
         self._pieces.clear()
 
     def check(self) -> None:
-        """Raise AssertionError if marks and queue disagree."""
+        """Raise AssertionError if the queue of dirty slots disagrees with the mark of each slot."""
         assert self._num_marked == int(np.count_nonzero(self._marks)), "marks were miscounted"
         assert self._num_entries == sum(len(piece) for _, piece in self._pieces), "the queue's entries were miscounted"
         assert self._num_entries <= self._max_entries + 2 * len(self._marks), "the queue has grown too long"
@@ -242,9 +242,9 @@ class GroupSlots:
                 self._pushed_out[ids] = NO_SPOT
 
     def on_evicted_below(self, slots: Ids) -> None:
-        """Mark these slots dirty, because the lower tiers have evicted the copies of their blocks on purpose.
+        """Mark these slots dirty, because the lower tiers evicted the copies of their blocks, for example for room.
 
-        `uncopied` leaves these slots out.
+        Unlike other dirty slots, `uncopied` does not return them, because new copies would only evict other blocks.
         """
         if self.is_spilled and len(slots):
             self.on_copies_lost(slots)
@@ -292,9 +292,10 @@ class GroupSlots:
         return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
 
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
-        """Return the number of blank slots, plus the number of clean slots among the *window* oldest cached ones.
+        """Return the number of slots without a block, plus the clean ones among the next *window* slots to be evicted.
 
-        The slots in *besides* are about to be leased, so they are ignored.
+        If there is no lower tier, return only the number of slots without a block. The slots in *besides* are ignored,
+        because they are about to be leased.
         """
         pool = self.pool
         if not self.is_spilled:
@@ -348,7 +349,7 @@ class GroupSlots:
         return oldest[~self.dirty.among(oldest)][:limit]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
-        """Remove the slots' dirty marks, and return the names of the blocks that were dirty."""
+        """Record that the slots are no longer dirty, and return the names of the blocks in those that were."""
         if not self.dirty.any_among(slots):
             return set()
         marked = slots[self.dirty.among(slots)]

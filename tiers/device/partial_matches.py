@@ -74,7 +74,8 @@ class PartialMatches:
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Return whether the slot holds a partial block of exactly *num_tokens* tokens.
 
-        A request that reuses all tokens of such a block continues it in its own block; the shorter one can be evicted.
+        If so, a request that reuses all of them computes a longer block with the same beginning, and the slot's block
+        can be evicted.
         """
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
@@ -82,8 +83,8 @@ class PartialMatches:
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
         """Yield the slot of each block together with the slot of its parent, the block before it in the prompt.
 
-        Leaves out blocks whose parent is not in the pool. Also leaves out blocks with extra keys, for which the key in
-        the table is not the name of the parent.
+        Blocks whose parent is not in *pool* are left out. So are blocks with extra keys (for example a LoRA adapter),
+        because the table does not have their parents' names.
         """
         self._take_in()
         for slot in range(pool.num_slots):

@@ -17,8 +17,8 @@ COUNTED = 1 << 16  # slots whose leases are counted per numpy call
 class SlotPurge:
     """A purge of one attention group's slots, requested by an operator.
 
-    The oldest blocks are evicted first, so that the last blocks of a prompt are evicted before its first ones. Blocks
-    that a request leases or that are being copied are not evicted.
+    Blocks are evicted in the order in which a full pool would evict them, the least recently used first. Blocks that a
+    request leases or that are being copied are not evicted.
     """
 
     def __init__(

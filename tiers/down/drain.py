@@ -26,7 +26,7 @@ class Drain:
         is_promoting: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """Create a drain that has started nothing.
+        """Prepare to copy the blocks of all attention groups. No copy starts yet.
 
         *wait* takes a time limit in seconds; it waits for a transfer to finish and processes it. *is_promoting* returns
         whether any promotion is in flight.

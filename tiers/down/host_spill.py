@@ -85,11 +85,11 @@ class HostSpill:
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
     def spill(self, demand: Sequence[int]) -> None:
-        """Start to copy the dirty blocks in the window.
+        """Start to copy the dirty blocks in the window, that is, among the device blocks to be evicted next.
 
-        *demand* is how many slots of each attention group will soon be taken; the window is extended by this number.
-        While a promotion needs the bus, the window is halved. Without a disk, the window is limited to the number of
-        blocks that host memory can hold.
+        *demand* is how many slots of each attention group will soon be taken. The window has `CleanAhead.depth` blocks
+        plus this number. While blocks are copied to the device over the same bus, half the depth is used. Without a
+        disk, the window has at most as many blocks as host memory can hold.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
@@ -114,9 +114,9 @@ class HostSpill:
             self.copy_down(group, group.slots.uncopied(MAX_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
-        """Start to copy the blocks in *slots* that have no copy below, leased or not.
+        """Start to copy the blocks in *slots* to host memory, except those that are there or on disk already.
 
-        The blocks of a prefix must be in the order of the prompt.
+        The slots may be leased. The blocks of a prefix must be in the order of the prompt.
         """
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
@@ -130,10 +130,9 @@ class HostSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """True if copies are in flight and not overdue, so that it makes sense to wait for their slots.
+        """True if copies to host memory are in flight and do not hang, so that it makes sense to wait for their slots.
 
-        If one copy is overdue, all of them count as overdue, except if a newer copy was started recently and some copy
-        has ended recently.
+        `Copies.is_making_progress` says when copies hang; the time limit is `HUNG_COPY_S`.
         """
         return self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
@@ -169,8 +168,7 @@ class HostSpill:
             self._clean_fronts[group] = CleanFront(len(oldest), group.pool.order.num_departures, num_lost)
 
     def _limit(self, group: GroupTiers, num_lendable: int | None = None) -> int:
-        """Return the size limit of the next batch (`Copies.max_blocks`); 0 for `BACK_OFF_S` after a failed copy."""
-        if self._clock() < self._not_before:
+        if self._clock() < self._not_before:  # a copy has failed within the last `BACK_OFF_S`
             return 0
         return self.copies.max_blocks(group.pool, self._batch_blocks[group], num_lendable)
 
@@ -225,7 +223,7 @@ class HostSpill:
         self._lower.abandon(batch.group.id, batch.lower_slots)
 
     def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[NamedSpan]]:
-        """Return the slots whose blocks have no copy below, and the blocks' names. Mark the other slots clean."""
+        """Return the slots whose blocks are neither in host memory nor on disk, with names. Mark the others clean."""
         rows = group.pool.rows(slots)
         names = [name for row in rows for name in row.names]
         have = are_kept(self._lower.find(group.id, names))

@@ -50,11 +50,11 @@ class WriteBudget:
         return None if self.bytes_per_day is None else math.floor(self._left_now(self.bytes_per_day))
 
     def allows(self, num_bytes: int) -> bool:
-        """Return whether *num_bytes* may be written now, if necessary from the reserve."""
+        """Return whether the budget has *num_bytes* left now, including its reserve for repeatedly used blocks."""
         return self.bytes_per_day is None or num_bytes <= self._left_now(self.bytes_per_day)
 
     def spares(self, num_bytes: int) -> bool:
-        """Return whether *num_bytes* may be written now without touching the reserve."""
+        """Return whether the budget has *num_bytes* left now, besides its reserve for repeatedly used blocks."""
         return self.bytes_per_day is None or self.allows(num_bytes + math.ceil(RESERVE * self.bytes_per_day))
 
     def spend(self, num_bytes: int) -> None:
@@ -74,7 +74,10 @@ class WriteBudget:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatistics:
-    """Admitted and refused blocks since the start, and their uncompressed bytes. A block is counted at each use."""
+    """Counts and uncompressed bytes of the blocks that `Admission` has admitted to the disk, or refused.
+
+    They cover the time since the start. A block is counted at each use.
+    """
 
     num_admitted: int = 0
     admitted_bytes: int = 0
@@ -86,13 +89,12 @@ class Admission:
     """The policy that decides which blocks are written to disk: all blocks, or only reused ones if the budget is short.
 
     Each call of `admit` with a block counts as a use of it. The first use is the copy of the block to host memory.
-    Later uses are requests that find the block there or compute it again. A block is *reused* if it was refused at an
-    earlier use. Only reused blocks may take bytes from the reserve of the budget. A refused block is not considered
-    again before its next use.
+    Later uses are requests that find the block there or compute it again. A refused block is considered again at its
+    next use, and then counts as *reused*. Only reused blocks may take bytes from the reserve of the budget.
 
     A block on disk is useless without its parent, which is the block before it in the prompt. So a block is refused if
-    its parent is refused in the same call. If its parent was refused earlier, and is neither on disk nor promised (see
-    below), the block is admitted only if it is reused.
+    its parent is refused in the same call. A block whose parent was refused in an earlier call is refused too, unless
+    the block is reused, or its parent is on disk or promised (see below).
 
     The last blocks of a prompt are copied down first, so a parent often comes in a later call than the block after it.
     If that block was admitted, its parent is *promised*: it will be admitted when it comes, even without any budget. So
@@ -139,7 +141,7 @@ class Admission:
         return self._statistics
 
     def check(self) -> None:
-        """Raise AssertionError if the budget, the refused blocks or the promises are inconsistent."""
+        """Raise AssertionError if the policy's records are inconsistent."""
         self._budget.check()
         self._refused.check()
         assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than the limit"
@@ -147,7 +149,6 @@ class Admission:
     def _decide(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """Return the result of `admit` if the budget is limited."""
         parent_of = dict(zip(names, parents, strict=True))
         assert len(parent_of) == len(names), "a block is asked for twice in one call"
         was_refused = dict(zip(names, self._refused.has(group_id, names), strict=True))
@@ -180,9 +181,10 @@ class Admission:
         return [admitted[name] for name in names]
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """End the promises of blocks in *parent_of*, and return the blocks to admit because of a promise.
+        """Return the blocks of *parent_of* that must be admitted, because a later block of their prompt was admitted.
 
-        These are the promised blocks and, for each of them, the blocks of *parent_of* that precede it in its prompt.
+        These are the blocks that are in `_promised`, which are removed from it, and the blocks of *parent_of* that
+        precede them in their prompts.
         """
         due: set[BlockName] = set()
         for name in parent_of:

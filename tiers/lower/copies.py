@@ -62,7 +62,10 @@ class Copies(Generic[AnyBatch]):
         max_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty set of copies; *max_in_flight* limits the batches in flight per attention group."""
+        """Begin without a batch in flight. *max_in_flight* limits the batches in flight per attention group.
+
+        *route* says from which memory to which the blocks are copied.
+        """
         self._route = route
         self._transfers = transfers
         self._max_in_flight = max_in_flight
@@ -93,8 +96,8 @@ class Copies(Generic[AnyBatch]):
     def max_blocks(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
         """Return how many blocks the next batch from the pool *upper* may have; 0 if no batch may start now.
 
-        All batches together lease at most a quarter of *num_lendable* slots, so that allocations can use the rest. The
-        default is the number of the pool's free slots, plus those that batches lease. If nothing is in flight, one
+        All batches together may lease a quarter of *num_lendable* slots, so that allocations can use the rest. By
+        default, *num_lendable* is the number of slots that are free or leased by batches. If no batch is in flight, one
         block is always allowed.
         """
         under_way = [batch for batch in self.batches if batch.upper is upper]
@@ -117,7 +120,7 @@ class Copies(Generic[AnyBatch]):
     def stalled_since(self, before: float) -> list[AnyBatch]:
         """Return the batches submitted before *before* that have not ended.
 
-        Returns an empty list while finished transfers wait to be processed, because batches may be among them.
+        Returns an empty list while finished transfers wait to be processed, because some batches may have ended.
         """
         if self._transfers.has_undelivered:
             return []
@@ -126,8 +129,8 @@ class Copies(Generic[AnyBatch]):
     def is_making_progress(self, since: float) -> bool:
         """Return whether any batch is in flight and the lane (copy queue) does not hang.
 
-        The lane does not hang if all batches in flight were submitted after *since*. If only some of them were, another
-        batch must have ended after *since*.
+        The lane counts as hung if a batch has been in flight since before the time *since*, unless after that time
+        another batch in flight was submitted and some batch ended.
         """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))
@@ -161,17 +164,16 @@ class CleanAhead:
 
     @property
     def num_blocks(self) -> int:
-        """Current length of the window."""
+        """Current length of the window: how many of the blocks to be evicted next should be copied down by now."""
         if self._spill_s == 0:
             return min(self._limit, self._minimum)
         return min(self._limit, max(self._minimum, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
 
     @property
     def depth(self) -> int:
-        """Number of slots that should be free or hold clean blocks.
+        """Number of slots that should be free or hold clean blocks: the larger of `num_blocks` and *min_blocks*.
 
-        This is the length of the window, or *min_blocks* if that is more. The window is shorter than *min_blocks* if
-        the pool is so small that *max_blocks* is less.
+        In a small pool, *max_blocks* may limit `num_blocks` to fewer than *min_blocks*.
         """
         return max(self._minimum, self.num_blocks)
 

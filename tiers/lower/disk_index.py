@@ -136,17 +136,17 @@ class DiskIndex:
         return bool(self._past)
 
     def clear(self) -> None:
-        """Empty the index, which then counts as loaded. `pop_forgotten` does not return the names that it had."""
+        """Drop all names and mark the index as completely loaded. `pop_forgotten` will not return these names."""
         self._let_go(self._names)
         self._let_go(self._gone)
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
     def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
-        """Return a group and some of its names that were in the index before `begin_again` or `empty`; None at the end.
+        """Return a group and some of its names that `begin_again()` or `empty()` has dropped; None if none are left.
 
-        Once all names of a group have been returned, further calls free their memory in parts and return no names.
-        Freeing 600 MB at once would take 30 ms.
+        Once all names of a group have been returned, further calls return an empty list and free the names' memory in
+        parts. Freeing 600 MB at once would take 30 ms.
         """
         if not self._past:
             return None
@@ -157,6 +157,6 @@ class DiskIndex:
         return group_id, page or []
 
     def _let_go(self, names: dict[int, NameSet]) -> None:
-        """Empty *names* and let `pop_forgotten` free the memory."""
+        # No pages, so that `pop_forgotten` frees the memory without returning the names.
         self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
         names.clear()

@@ -71,8 +71,8 @@ class DiskPurge:
     def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
         """Return a function that evicts the next part, for a copy thread to call.
 
-        The function returns what it has evicted, and whether this was the last part. *walk* is a list, empty
-        at first, that keeps the iterator over the store's keys from one part of a scan to the next.
+        The function returns what it has evicted, and whether this was the last part. *walk* is a list, empty for the
+        first part. A scan of the store puts its iterator over the keys there, to continue it in the next part.
         """
         disk, prefix = self._disk, self._order.namespace
         num_bytes, limit, tenant = self._max_bytes, self._max_blocks, self._order.tenant or b""

@@ -49,7 +49,11 @@ class DiskSpill:
         windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
-        """Create a writer that reports the duration of each write to the group's item of *windows*."""
+        """Create a writer to disk.
+
+        *windows* has for each attention group the `CleanAhead` that sets how many host slots should be clean. It is
+        told the duration of each write, because slow writes must start earlier.
+        """
         self._index = index
         self._host = index.host
         self._disk = index.disk
@@ -70,10 +74,10 @@ class DiskSpill:
                 num_started += num_more
 
     def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
-        """Record in all batches in flight, except *besides*, that these keys are no longer on disk.
+        """Record in all batches in flight, except *besides*, that blocks with these keys were removed from the disk.
 
-        A batch counts as in flight until its outcome is processed. So it may have written these keys before they were
-        evicted.
+        A batch may have written such a block just before the removal. The end of the batch must then not count that
+        block as on disk.
         """
         others = [other for other in self.copies.batches if other is not besides]
         if others and keys:
@@ -83,7 +87,7 @@ class DiskSpill:
 
     @property
     def is_making_progress(self) -> bool:
-        """True if writes are in flight and do not hang, so that it makes sense to wait for their slots."""
+        """True if it makes sense to wait for clean host slots: writes to disk are in flight and do not hang."""
         return not self._disk.is_failing and self.copies.is_making_progress(self._clock() - HUNG_COPY_S)
 
     @property

@@ -75,7 +75,7 @@ class DiskAges:
             self._num_uncounted = 0
 
     def statistics(self) -> HistogramStatistics:
-        """Return the ages in seconds of the blocks counted so far."""
+        """Return the histogram of the evicted blocks' ages: seconds from a block's write to its eviction."""
         return self._ages.statistics()
 
 
@@ -168,7 +168,7 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """True if the store is open, and the index was started anew for this opening of the store."""
+        """True if the store is open, and `follow_opening` has reset the index since the store was last opened."""
         return self.indexed_opening != 0 and self.indexed_opening == self.opening()
 
     def may_write(self) -> bool:
@@ -178,9 +178,9 @@ class DiskTier:
     def on_written(self, written: Written) -> EvictionCause:
         """Process the outcome of a write, and return why the write evicted records.
 
-        The cause is QUOTA if the store evicted all of these records because of tenants' quotas, according to its
-        counts; otherwise it is ROOM. The statistics and the budget stay the same if the outcome of a later write has
-        been processed already.
+        The cause is QUOTA (a tenant exceeded its quota) if the store's count of such evictions has grown by at least
+        the number of evicted records. Otherwise, it is ROOM (the store was full). If outcomes arrive out of order, only
+        the newest changes the statistics and the budget.
         """
         num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
         cause = EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
@@ -375,7 +375,7 @@ class DiskContent(Protocol):
         """Add one page of the store's keys to the index."""
 
     def report_forgotten(self) -> None:
-        """Report as removed some of the blocks that were on disk before the store was reopened."""
+        """Log removal events for blocks that the disk lost by being reopened or emptied, a part of them per call."""
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
         """Offer all blocks of host memory to the disk, because the disk may have lost its copies.

@@ -83,7 +83,7 @@ class HostQuotas:
         host_blocks: Sequence[HostBlocks],
         block_bytes: Sequence[int],
     ) -> None:
-        """Create the limits. *quotas* has each tenant's limit in bytes; the others are by attention group."""
+        """Create the limits. *quotas* has each tenant's limit in bytes. The other arguments have one item per group."""
         self.has_any = bool(quotas)  # if False, callers need not call this object
         self._quotas = quotas
         self._host = host
@@ -122,7 +122,7 @@ class HostQuotas:
             self._shed(group_id, tenant, self._over.pop((group_id, tenant), 0))
 
     def go_on(self) -> None:
-        """Continue to evict for one tenant that still exceeds its quota, in the next part of the eviction order."""
+        """Continue one unfinished `enforce`: evict the tenant's blocks in the next part of the eviction order."""
         if self._over:
             (group_id, tenant), start = next(iter(self._over.items()))
             del self._over[group_id, tenant]

@@ -15,7 +15,7 @@ SLOTS_AT_ONCE = 256  # slots of host memory scanned per call: 0.1 ms of the owne
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Page:
-    """A page of the index that is being read."""
+    """One page of the disk's index, while this page is being read from the store."""
 
     attempt: Attempt
     opening: int  # number of the store's opening whose index is read
@@ -71,7 +71,7 @@ class IndexLoad:
             self._disk.reading.withdraw(attempt)
 
     def _withdraw(self) -> None:
-        """Ignore the outcome of the read in flight, and start again from the first page."""
+        """If a page is being read, ignore the outcome and start again from the first page of the disk's index."""
         if self._reading is not None:
             self._disk.reading.withdraw(self._reading.attempt)
             self._disk.rewind_index()

@@ -97,7 +97,7 @@ class LocalFetch:
         return bool(self._reads)
 
     def read(self, now: bool) -> None:
-        """Start to read the blocks that are not leased. If *now*, the reads are queued ahead of all prefetches."""
+        """Start to read the blocks that were not in host memory, and if *now*, do so ahead of all prefetches."""
         places = np.flatnonzero(self.slots == ABSENT)
         self._reads = self._cold_reads.join(self.group_id, self._blocks, places, self, now)
         if len(self._reads) < len(places):
@@ -646,10 +646,10 @@ class LocalTiers:
             host.ages.look(host.num_evicted, now)
 
     def time_out_reads(self, timeout_s: float) -> None:
-        """Give up all reads from each tier with a read in flight for *timeout_s* or longer; see `Fetch.time_out`.
+        """Give up all reads from each tier whose oldest read in flight has taken *timeout_s* or longer.
 
-        Call this instead of `Fetch.time_out` if a fetch's reads may still be queued at its deadline. Then the tier may
-        be slow rather than hung.
+        Call this instead of `Fetch.time_out` at the deadline of a fetch whose reads may still be queued. Such a fetch
+        may be late because the queue is long, although no read hangs.
         """
         self._cold_reads.time_out_late(timeout_s)
 

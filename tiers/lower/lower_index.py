@@ -94,7 +94,7 @@ class LowerIndex:
     def are_remote(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """Return for each block whether only the remote tier has it, as far as is known.
 
-        None of the blocks may be in host memory.
+        Call this only for blocks that are not in host memory, which is not checked.
         """
         if self.remote is None:
             return np.zeros(len(names), np.bool_)
@@ -260,10 +260,10 @@ class LowerIndex:
             self._tell(BlockRemoved(Tier.DISK, group_id, gone, EvictionCause.CLEARED))
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
-        """Offer all blocks of host memory to the disk, *num_at_once* slots per step; see `offer_to_disk`.
+        """Call `offer_to_disk` for all blocks of host memory, *num_at_once* slots per step.
 
-        Call this when the disk's index has been loaded, because the disk's content may have changed. Begins a new
-        `epoch`.
+        Use this when the disk's index has been loaded, because the disk may have lost its copies. Increments `epoch`,
+        which tells callers to look up again which of their blocks are still in host memory or on disk.
         """
         self.epoch += 1
         for group_id, pool in enumerate([host.pool for host in self.host]):
@@ -275,7 +275,7 @@ class LowerIndex:
     def report_disk_lost(self) -> None:
         """Report blocks that are only on disk as lost. Call this before the disk is emptied.
 
-        At most `NUM_GHOSTS` blocks are reported, because the caller of `pop_lost` does not remember more than that.
+        At most `NUM_GHOSTS` blocks are reported, because the cache does not remember more lost blocks than that.
         """
         num_left = NUM_GHOSTS
         for group_id, host in enumerate(self.host):
@@ -289,9 +289,9 @@ class LowerIndex:
                     return
 
     def clear(self) -> None:
-        """Evict every block of host memory, and report each as lost. Call this after the disk was cleared.
+        """Evict every block of host memory. Call this after the disk was cleared.
 
-        Emits no events. No block may be leased.
+        The next `pop_lost` returns these blocks. No removal events are logged. No block may be leased.
         """
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
             names = host.clear()

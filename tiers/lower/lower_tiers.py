@@ -41,7 +41,7 @@ class Answered:
 
 
 class AllOf:
-    """An inquiry that is done when all of several inquiries are done; implements `Inquiry`."""
+    """Several lookups in a slow tier as one `Inquiry`, which is done when all of them are done."""
 
     def __init__(self, inquiries: Sequence[Inquiry]) -> None:
         self._inquiries = inquiries
@@ -177,7 +177,7 @@ class LowerStatus(Protocol):
 
     @property
     def num_slots(self) -> Sequence[int]:
-        """Number of host slots, by group; all 0 if there is no host memory below. Never changes."""
+        """Number of slots of host memory, by attention group; all 0 if there is no host memory. Never changes."""
 
     @property
     def host_bytes(self) -> int:
@@ -206,9 +206,9 @@ class LowerStatus(Protocol):
 
     @property
     def is_readable(self) -> bool:
-        """True if blocks can be read from the tiers below, as far as is known.
+        """True unless reads from disk are suspended after failures, or a sidecar that has the tiers is not connected.
 
-        If not, lookups miss the blocks that only an unreadable tier has.
+        While this is False, lookups do not find the blocks that cannot be read.
         """
 
     @property
@@ -267,8 +267,8 @@ class LowerHints:
         """Start copying blocks from host memory to disk, but only if host slots are needed.
 
         Host slots are needed if few are free for reads, or if `LowerTiers.reserve` has returned fewer than requested
-        since the last call. Call this instead of `spill` while blocks are loaded to the device, or are copied from the
-        device to make room for a load. Other writes to disk would only slow the load down.
+        since the last call. Call this instead of `spill` while a load to the device is running, or device slots are
+        being freed for it. The other writes to disk that `spill` starts would slow the load down.
         """
 
 
@@ -351,8 +351,8 @@ class LowerTiers(Protocol):
         Args:
             group_id: Group of the blocks.
             slots: Reserved slots.
-            rows: Names of the blocks in the order of *slots*. Each row has consecutive blocks of one prompt, the last
-                block first.
+            rows: Names of the blocks in the order of *slots*. Each `NamedSpan` has consecutive blocks of one prompt,
+                the last block first.
             digests: Digests of the blocks' bytes, in the same order.
             owners: Tenants of the blocks, in the same order.
         """
@@ -376,8 +376,7 @@ class LowerTiers(Protocol):
     def clear(self) -> bool:
         """Forget every block in all tiers below, and end every fetch. This is the only call that may wait for the disk.
 
-        `pop_lost` then reports the blocks, but at most `NUM_GHOSTS` of those on disk, because its caller does not
-        remember more than that.
+        `pop_lost` then returns these blocks. Of the blocks that were only on disk, it returns at most `NUM_GHOSTS`.
 
         Returns:
             False if host slots are reserved or being read into, if blocks are being written to disk or to the remote

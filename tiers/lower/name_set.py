@@ -45,10 +45,11 @@ def names_of(rows: Rows) -> list[BlockName]:
 class NameSet:
     """A set of block names in flat arrays, which take 70 bytes per name. Owned by one thread.
 
-    The names are not Python objects, so the garbage collector does not visit them. The set uses linear hashing (Litwin,
-    1980): as names are added, buckets are split one after another, never all at once. Each place in a bucket stores a
-    *tag*, which is 31 bits of the name, and the number of the row that has the whole name. Some bits of the tag choose
-    the bucket. If a bucket is full, which happens to one name in some thousands, the name goes into a Python set.
+    The names are rows of one array, not Python objects, so the garbage collector does not visit them. A hash table with
+    linear hashing (Litwin, 1980) finds a name's row: as names are added, its buckets are split one after another, never
+    all at once. Each place in a bucket stores the number of a row and a *tag*, which is 31 bits of that row's name.
+    Some bits of the tag choose the bucket. If a bucket is full, which happens to one name in some thousands, the name
+    goes into a Python set.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class NameSet:
         return self._position(name) is not None or name in self._over
 
     def holds(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return for each of these names whether it is in the set."""
+        """Return for each name in *rows* (see `rows_of`) whether it is in the set."""
         found = np.zeros(len(rows), np.bool_)
         tags = _tags(rows)
         buckets = self._buckets(tags)
@@ -189,7 +190,7 @@ class NameSet:
         return any(part.give_back() for part in self._parts)
 
     def _position(self, name: BlockName) -> int | None:
-        """Return the number of the name's place, counted over all buckets; None if no bucket has the name."""
+        """Return the name's index in the flattened `_tags` and `_places`; None if no bucket has the name."""
         tag, bucket = self._tag_and_bucket(name)
         wanted, start, end = tag.to_bytes(TAG_BYTES, "little"), bucket * BUCKET_BYTES, (bucket + 1) * BUCKET_BYTES
         find = self._tags.memory.find
@@ -213,7 +214,7 @@ class NameSet:
         return buckets
 
     def _put(self, rows: Rows, tags: npt.NDArray[np.uint32], buckets: npt.NDArray[np.intp]) -> None:
-        """Write new names, sorted by bucket, into free places of their buckets or into the Python set."""
+        """Add the names in *rows*, which are new and sorted by bucket. Names that find no room go into `_over`."""
         while len(buckets):
             is_first = np.diff(buckets, prepend=-1) != 0  # each pass of the loop puts one name into each bucket
             used = self._used.all.take(buckets)
@@ -272,15 +273,15 @@ class NameSet:
 
 
 def _tags(rows: Rows) -> npt.NDArray[np.uint32]:
-    """Return the tag of each name. A tag is never 0, because 0 marks a free place."""
+    """Return the tag of each name: its first 4 bytes, with one bit set so that no tag is 0 (free place in a bucket)."""
     return rows.view(np.uint32)[:, 0] | np.uint32(1)
 
 
 def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return for each row whether no earlier row equals it.
+    """Return for each row, which is a name, whether it is the first one with this name.
 
-    The rows are sorted by tag. *twice* has the index of each row with the same tag as the next row. Rows with different
-    tags cannot be equal.
+    Equal names have equal tags, and the rows are sorted by tag. *twice* has each index i where the rows i and i + 1
+    have the same tag, so only these rows are compared.
     """
     is_first = np.ones(len(rows), np.bool_)
     seen = set[bytes]()

@@ -29,7 +29,7 @@ class PurgeOrder:
         return self.max_bytes is not None or self.max_blocks is not None
 
     def part(self, part: float) -> "PurgeOrder":
-        """Return this order with its limits multiplied by *part* (0 to 1) and rounded up. None stays None."""
+        """Return the same purge order with *max_bytes* and *max_blocks* multiplied by *part* (0 to 1), rounded up."""
         max_bytes = None if self.max_bytes is None else ceil(self.max_bytes * part)
         max_blocks = None if self.max_blocks is None else ceil(self.max_blocks * part)
         return replace(self, max_bytes=max_bytes, max_blocks=max_blocks)

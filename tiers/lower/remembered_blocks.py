@@ -38,13 +38,13 @@ class RememberedBlocks:
             rows, keys = np.delete(rows, firsts), np.delete(keys, firsts)
 
     def has(self, group_id: int, names: Sequence[BlockName]) -> list[bool]:
-        """Return for each block whether it is remembered."""
+        """Return for each block whether it was passed to `remember` before, and not replaced by newer blocks since."""
         keys = self._keys_of(group_id, names)
         found: list[bool] = (self._keys[keys % np.uint64(len(self._keys))] == keys[:, None]).any(axis=1).tolist()
         return found
 
     def check(self) -> None:
-        """Raise AssertionError if a key is in a wrong row, twice in its row, or behind an empty place."""
+        """Raise AssertionError if the table of remembered blocks is inconsistent."""
         rows, places = np.nonzero(self._keys)
         assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key is in another key's row"
         assert (self._next < WAYS).all(), "the next place of a row is outside it"

@@ -22,7 +22,7 @@ class Drop(StrEnum):
 
     @classmethod
     def of(cls, error: BaseException) -> "Drop":
-        """Return the reason for a batch whose copy failed with *error*."""
+        """Return the reason why the blocks of a batch have no copy, if their copy ended with *error*."""
         return cls.CLOSED if isinstance(error, LaneClosed) else cls.FULL if isinstance(error, StoreFull) else cls.FAILED
 
 
@@ -44,7 +44,10 @@ class Spill:
 
 
 class SpillLog:
-    """A log of batches in the order in which they ended, kept until `take` is called. Owned by the tiers' thread."""
+    """A log of batches of blocks that were copied to a lower tier, in the order in which the copies ended.
+
+    Owned by the tiers' thread.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create an empty log. *clock* is the clock of the tiers."""
@@ -71,6 +74,6 @@ class SpillLog:
         self._spills.append(Spill(route, names, 0, now, now, 0.0, {cause: len(names)}))
 
     def take(self) -> list[Spill]:
-        """Return all batches since the last call, and empty the log."""
+        """Return the batches of blocks logged since the last call, and empty the log."""
         spills, self._spills = self._spills, []
         return spills

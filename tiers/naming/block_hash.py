@@ -150,10 +150,10 @@ NO_EXTRA_KEYS = ExtraKeys()
 class BlockChain:
     """The block names of one growing token sequence: a prompt and the tokens generated after it.
 
-    `sha256`: one hash runs over the whole sequence. Its input is the root, followed by the token ids of each full block
-    as little-endian uint32. A block's name is the hash's value after the block's tokens. The root is derived from the
-    algorithm and the seed. A block with extra keys starts a new hash. The new hash's input is a tag, the name of the
-    parent (the block before), the length of the keys, the keys, and then the tokens as before.
+    `sha256`: a block's name is the value of a running hash after the block's tokens. The hash's input is the *root*, a
+    digest of the algorithm and the seed, and then the token ids of each full block as little-endian uint32. A block
+    with extra keys (see `ExtraKeys`) starts a new hash. The new hash's input is a constant tag, the name of the parent
+    (the block before), the length of the keys, the keys, and then the token ids from this block on.
 
     The input of `sha256` is unambiguous. It begins with the tag or with the root, and the root does not begin with the
     tag. Every part has a fixed or a stated length. The parent's name identifies everything before the block.
@@ -218,8 +218,8 @@ class BlockChain:
     def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
         """Return the names of *blocks*, which are indices of blocks with *block_size* tokens each.
 
-        *block_size* is a multiple of the chain's block size. Each of the larger blocks has the name of the last block
-        of the chain in it.
+        *block_size* is a multiple of the chain's block size. Each such block covers several blocks of the chain, and
+        has the name of the last of them.
         """
         step = block_size // self.block_size
         if step == 1:
@@ -227,19 +227,19 @@ class BlockChain:
         return self.names[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
 
     def named_ids(self, start: int, end: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of the named blocks *start* to *end* - 1, shape [(end - start) * block_size]."""
+        """Return the token ids of the full blocks *start* to *end* - 1, shape [(end - start) * block_size]."""
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
     def continued_keys(self, start: int, end: int) -> list[bytes]:
-        """Return the `continued_key` of each block from *start* to *end* - 1."""
+        """Return for each block from *start* to *end* - 1 a key that identifies its prefix; see `continued_key`."""
         num_keyed = max(start, self._num_keyed, 1)  # at least 1, because the first block's key is not a block name
         keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
 
     def continued_key(self, block_id: int) -> bytes:
-        """Return a key shared by all blocks that continue the same prefix with the same extra keys.
+        """Return a key that depends only on the prefix before the block and on the block's extra keys.
 
-        The key does not depend on the block's own tokens and is as long as a name. A partial block at the end of the
+        It does not depend on the block's own tokens and is as long as a name. A partial block at the end of the
         sequence has such a key too.
         """
         parent = self.parent(block_id)

@@ -62,18 +62,19 @@ class FullAttention:
 
 
 class _Windowed:
-    """Base of the groups whose tokens read only recent blocks. They try the longest prefix first."""
+    """Base of the attention groups whose tokens read only recent blocks."""
 
     __slots__ = ()
     forgets: ClassVar[bool] = True
     resumes_inside: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
-        """Return the same as `AttentionGroup.longest`, trying the longest prefix first.
+        """Return the maximum number of blocks, up to *num_blocks*, after which a request can resume in this group.
 
-        If a prefix lacks a needed block, the next prefix to try ends before that block. If a token reads w blocks,
-        *first_hole* is called at most 2 * num_blocks / (w + 1) + 2 times, for example 254 times for 8,192 blocks and
-        w = 64. A recurrent state (w = 1) can take one call for each block.
+        The longest prefix is tried first. If it lacks a needed block, the next prefix to try ends before that block. If
+        a token reads w blocks, *first_hole* (which finds a range's first missing block) is called at most
+        2 * num_blocks / (w + 1) + 2 times, for example 254 times for 8,192 blocks and w = 64. A recurrent state (w = 1)
+        can take one call for each block.
         """
         while num_blocks:
             hole = first_hole(self.first_needed(num_blocks * self.block_size), num_blocks)
@@ -128,7 +129,7 @@ def alignment(groups: Iterable[AttentionGroup]) -> int:
 def name_block_size(groups: Iterable[AttentionGroup]) -> int:
     """Return the number of tokens that one block name covers: the greatest common divisor of the block sizes.
 
-    So each block of a group consists of the tokens of one or more whole names.
+    So the block size of every group is a multiple of it.
     """
     return gcd(*(group.block_size for group in groups))
 
@@ -141,8 +142,9 @@ def longest_hit(
 ) -> int:
     """Return the maximum number of tokens, up to *num_tokens*, after which a request can resume in all *groups*.
 
-    The result is a multiple of `alignment`. `first_hole(group_id, start, end)` is the `FirstHole` function of a group,
-    and must have no side effects. If *group_ids* is given, only these groups are considered.
+    The result is a multiple of `alignment`. `first_hole(group_id, start, end)` returns the first block from *start* to
+    *end* - 1 that is missing in the group, or *end* if none is missing. It may be called several times for a group. If
+    *group_ids* is given, only these groups are considered.
 
     Groups whose tokens read all blocks are evaluated once. The other groups are evaluated in turn until they all accept
     the same result. Each evaluation can only shorten the result.
@@ -174,14 +176,14 @@ def longest_hit(
 def longest_single(
     num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
 ) -> int:
-    """Return the longest hit, considering only the groups that never forget.
+    """Return the longest hit, in tokens, in the groups with full attention. All other groups are ignored.
 
-    If all groups forget, each group is considered alone, and the longest of their hits is returned. The result is a
-    multiple of `alignment`.
+    If no group has full attention, each group has its own longest hit, and the longest of these is returned. The result
+    is a multiple of `alignment`.
 
-    If the result is longer than `longest_hit`, its end is called a *junction*. The prefix was requested before, but
-    some groups have not kept the blocks that are needed to resume after it. These blocks are worth naming now, so that
-    the next request finds them.
+    If the result is longer than `longest_hit`, its end is called a *junction*: the prefix was requested before, but
+    other groups (sliding windows, recurrent states) have not kept the blocks that are needed to resume after it. These
+    blocks should be kept now, so that the next request finds them.
     """
     lasting = [group_id for group_id, group in enumerate(groups) if not group.forgets]
     alone = [lasting] if lasting else [[group_id] for group_id in range(len(groups))]

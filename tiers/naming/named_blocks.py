@@ -69,7 +69,10 @@ class NamedBlocks:
         return NamedBlocks(self.names[start:], self.parents[start:], self.tenant)
 
     def of(self, group: BlockGroup, places: range) -> "NamedBlocks":
-        """Return the blocks at the indices *places*, without parents if *group* forgets (`BlockGroup.forgets`)."""
+        """Return the blocks at the indices *places*.
+
+        Their parents (the previous blocks) are None if *group* can use a block without its parent.
+        """
         names = self.names[places.start : places.stop]
         parents = [None] * len(names) if group.forgets else self.parents[places.start : places.stop]
         return NamedBlocks(names, parents, self.tenant)
@@ -86,7 +89,7 @@ def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequenc
 def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
     """Return a group's blocks in a prompt. *ids* are the indices of the blocks.
 
-    The blocks have no parents if *group* forgets (`BlockGroup.forgets`).
+    The blocks have no parents if tokens of *group* read only recent blocks.
     """
     parents: Sequence[BlockName | None] = [None] * len(ids)
     if not group.forgets:

@@ -15,11 +15,11 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 class Retention:
     """A policy that chooses which blocks get a name, so that later prompts can find them.
 
-    Groups that never forget (`AttentionGroup.forgets`) name every block. If *interval_tokens* is None, all groups do.
+    Blocks of groups with full attention all get one. If *interval_tokens* is None, so do the blocks of other groups.
 
-    Otherwise, a group that forgets names only the *tails* of some prefixes: the blocks that are needed to resume after
-    the prefix. These prefixes end at the *boundaries* that the caller passes to `kept`, and at every multiple of
-    *interval_tokens*. If it is 0, they end only at the boundaries.
+    Otherwise, in a group whose tokens read only recent blocks, the *tails* of some prefixes get a name: the blocks that
+    are needed to resume after the prefix. These prefixes end at the *boundaries* that the caller passes to `kept`, and
+    at every multiple of *interval_tokens*. If *interval_tokens* is 0, they end only at the boundaries.
     """
 
     groups: Sequence[AttentionGroup]
@@ -41,16 +41,14 @@ class Retention:
             )
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
-        """Return which blocks of *group* to name, as ascending, disjoint ranges.
+        """Return which of the group's blocks *start_block* to *end_block* - 1 should be findable by later prompts.
 
-        Only the blocks *start_block* to *end_block* - 1 are considered.
+        The ranges in the result are ascending and disjoint. They include blocks that are needed only to resume at a
+        later position than *end_block*. So the result is the same if a prompt's blocks are passed in several calls.
 
-        *boundaries* are the token positions at which later prompts are expected to resume: junctions (see
-        `longest_single`), and the prompt's length minus one, because the last token is always computed. Each position
-        is rounded down to a multiple of `alignment`.
-
-        The result includes blocks that are needed to resume at a position after *end_block*. So the caller can name a
-        prompt's blocks in several calls.
+        *boundaries* are the token positions at which later prompts are expected to resume: the end of a prefix that an
+        earlier prompt had too (see `longest_single`), and the prompt's length minus one, because the last token is
+        always computed. Each position is rounded down to a multiple of `alignment`.
         """
         if self.interval_tokens is None or not group.forgets:
             return [range(start_block, end_block)] if start_block < end_block else []

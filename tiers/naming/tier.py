@@ -37,7 +37,7 @@ class Reason(StrEnum):
 
     @classmethod
     def evicted_from(cls, tier: Tier) -> "Reason":
-        """Return the reason for tokens of a block whose last copy was evicted from *tier*."""
+        """Return the reason why a block's tokens were recomputed if its last copy was evicted from *tier*."""
         return cls(f"evicted_from_{tier}")
 
 

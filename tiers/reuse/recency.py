@@ -22,7 +22,7 @@ class Recency:
     """
 
     def __init__(self, max_blocks: int, rate: float) -> None:
-        """Create an empty sample, which at first takes the fraction *rate* of all blocks."""
+        """Create an empty sample, for a fraction *rate* of all blocks, but at most for *max_blocks* blocks."""
         self._max_blocks = max_blocks
         self._bound = min(HASHES - 1, int(HASHES * rate))
         self._used: OrderedDict[int, tuple[int, int]] = OrderedDict()  # hash to stamp and block size, oldest first
@@ -37,7 +37,7 @@ class Recency:
 
     @property
     def num_bytes(self) -> float:
-        """Estimated bytes of all blocks, sampled or not, used since the last use of the oldest sampled block."""
+        """Estimated bytes of all blocks, not only sampled ones, used since the oldest sampled block was last used."""
         return sum(len(stamps) * size for size, stamps in self._stamps.items()) / self.rate
 
     def __len__(self) -> int:

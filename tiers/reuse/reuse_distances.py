@@ -26,7 +26,7 @@ class Fading:
         self._counted_at = clock()
 
     def now(self) -> npt.NDArray[np.float64]:
-        """Return the current counts, [num_counts]. The caller may add to them in place until the next call."""
+        """Return the counters, decayed up to now, [num_counts]. The caller may add to them until the next call."""
         now = self._clock()
         if now != self._counted_at:
             self._counts *= 0.5 ** ((now - self._counted_at) / self._half_life_s)
@@ -75,8 +75,9 @@ class ReuseDistances:
     def tokens_within(self, sizes: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return for each of *sizes*, in bytes, how many recent tokens an LRU cache of that size would have hit.
 
-        Use only differences between the results: the sample may contain too many or too few of the most frequent
-        blocks, which shifts all results alike. Blocks whose distance exceeds the largest size are dropped.
+        Only the difference between two of these numbers is accurate. All of them share one unknown error, because the
+        sample may contain too many or too few of the most frequent blocks. Blocks whose reuse distance exceeds the
+        largest size are dropped.
         """
         self._take_in()
         self._recency.forget_beyond(max(sizes))
@@ -111,6 +112,6 @@ class ReuseDistances:
 
 
 def _places(num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the position of each distance on the logarithmic scale of the buckets."""
+    """Return for each reuse distance in bytes the number of its histogram bucket, as a fractional number."""
     places: npt.NDArray[np.float64] = np.clip(np.log2(np.maximum(num_bytes, 1.0)) * STEPS, 0, NUM_BUCKETS - 1)
     return places

@@ -20,10 +20,10 @@ HitRatios: TypeAlias = Mapping[Tier, Mapping[float, float]]
 class WhatIf:
     """An estimate of the hit ratios that the tiers would have at other sizes.
 
-    At its present size, a tier has the observed hit ratio. For another size, a difference is added, which is computed
-    from the reuse distances (`ReuseDistances`). The computation treats a tier and all warmer tiers as one LRU cache.
-    The size of this cache is the tier's capacity, plus the bytes of blocks that are only in warmer tiers. Owned by one
-    thread.
+    At its present size, a tier has the observed hit ratio. For another size, the estimate is the observed hit ratio
+    plus the change that follows from the reuse distances (`ReuseDistances`). The computation treats a tier and all
+    warmer tiers as one LRU cache. The size of this cache is the tier's capacity, plus the bytes of blocks that are only
+    in warmer tiers. Owned by one thread.
     """
 
     def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:
@@ -71,7 +71,7 @@ class WhatIf:
 
 
 def _unlike_above(tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
-    """Return the bytes of blocks in tiers warmer than *tier* that have no copy in a lower tier."""
+    """Return the bytes of the blocks that are only in tiers warmer than *tier*."""
     above = [tiers[each] for each in _TIERS[: _TIERS.index(tier)] if each in tiers]
     return sum(each.num_dirty * _block_bytes(each) for each in above)
 

@@ -51,7 +51,7 @@ class Backlog:
         return np.flatnonzero(self._is_left)
 
     def has(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return for each of these blocks whether it is still queued."""
+        """Return for each of the blocks *ids* whether its copy to the device has yet to be started."""
         found = np.zeros(len(ids), np.bool_)
         known = ids < len(self._is_left)
         found[known] = self._is_left[ids[known]]
@@ -98,9 +98,9 @@ class Backlogs:
     """
 
     def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
-        """Create an empty set of backlogs.
+        """Create an empty queue of blocks to load to the device.
 
-        *on_fetched* is called with the outcome of each fetch; see `LowerTiers.fetch`.
+        *on_fetched* is called when a block has arrived in host memory or cannot be fetched; see `LowerTiers.fetch`.
         """
         self._groups = groups
         self._lower = lower
@@ -132,7 +132,7 @@ class Backlogs:
             self._backlogs[promotion] = backlogs
 
     def are_queued(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return for each of the blocks *ids* of the prompt *chain* whether any backlog contains it."""
+        """Return for each of the blocks *ids* of the prompt *chain* whether it is queued to be loaded to the device."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
             if shared := _num_shared(chain, promotion.chain, group):
@@ -209,7 +209,7 @@ class Backlogs:
         }
 
     def check(self) -> None:
-        """Raise AssertionError if a block has no reserved device slot, or if a backlog is empty."""
+        """Raise AssertionError if the state is inconsistent, such as a queued block without a reserved device slot."""
         for group in self._groups:
             names: set[BlockName] = set()
             for promotion, backlogs in self._backlogs.items():
@@ -228,10 +228,10 @@ class Backlogs:
     def _leave(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
-        """Remove blocks of *promotion* from all backlogs, and end their reservations of device slots.
+        """Remove blocks of *promotion* from the queues of all promotions, and end the reservations of device slots.
 
-        The leases of other promotions are released. Those of *promotion* then belong to the caller. Returns the
-        promotions that wanted the blocks, as `take` does.
+        Other promotions lose their leases on these blocks in host memory. The caller must use or release the leases of
+        *promotion*. Returns the promotions that wanted some of the blocks, each with a mask of those blocks.
         """
         wanted = []
         for other, backlogs in list(self._backlogs.items()):

@@ -45,7 +45,7 @@ class HitPlans:
         Args:
             hit: Hit to shorten.
             num_tokens: Number of tokens in the prompt.
-            busy_s: Seconds for which the device first computes for other requests.
+            busy_s: Seconds that the device is busy with other requests before it can compute this one.
         """
         return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
 
@@ -81,9 +81,9 @@ class HitPlans:
         return self._hits.on_device(hit)
 
     def computed(self, hit: Hit) -> range:
-        """Return the blocks that the request of a split hit computes although they are cached.
+        """Return the cached blocks that the request computes itself while the rest of a split hit is loaded.
 
-        The result is a range of indices of the chain's names.
+        The result is a range of indices of `hit.chain.names`. It is empty if the hit is not split.
         """
         return self._hits.computed(hit)
 
@@ -99,7 +99,6 @@ class HitPlans:
         busy_s: float,
         choose: Callable[[Demand, int, float, LoadSpeeds], LoadPlan],
     ) -> Hit:
-        """Shorten or split the hit as the planner decides. *choose* is the method of the planner to call."""
         demand = self._hits.demand(hit, self._alignment)
         if demand is None:
             return hit

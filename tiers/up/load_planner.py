@@ -85,7 +85,7 @@ class LoadPlanner:
         self._with_splits = with_splits
 
     def choose(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> LoadPlan:
-        """Return the same as `best`, and count the plan once the prefill speed is known."""
+        """Return the plan of `best`, and count its outcome in `num_plans` unless the prefill speed is unknown."""
         plan = self.best(demand, num_tokens, busy_s, speeds)
         if self.prefill.is_known:
             self.num_plans[_outcome(plan, demand)] += 1
@@ -130,17 +130,12 @@ class LoadPlanner:
         return float(self._load_seconds(demand, speeds)[-1])
 
     def _load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> npt.NDArray[np.float64]:
-        """Return the seconds to load each prefix, after the queued bytes. The lanes copy at the same time."""
         seconds = np.zeros(len(demand.ends))
-        for route, moves in demand.moves.items():
+        for route, moves in demand.moves.items():  # the routes copy at the same time, so the slowest one decides
             np.maximum(seconds, self._seconds(speeds[route], moves), out=seconds)
         return seconds
 
     def _seconds(self, speed: LaneSpeed, moves: Moves) -> npt.NDArray[np.float64]:
-        """Return the seconds for one lane to copy the queued bytes and then the bytes of each prefix.
-
-        The result is 0 for a prefix that needs nothing from this lane.
-        """
         num_bytes, queued_bytes = moves
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
@@ -150,7 +145,7 @@ class LoadPlanner:
 
 
 def _rests(demand: Demand) -> Demand:
-    """Return for each prefix the bytes to copy if the prefix is computed and only the rest of the hit is loaded."""
+    """Return for each prefix of the hit the bytes to copy if the prefix is computed and only the rest is loaded."""
     rests = {route: Moves(num_bytes[-1] - num_bytes, queued) for route, (num_bytes, queued) in demand.moves.items()}
     return Demand(demand.ends, rests)
 

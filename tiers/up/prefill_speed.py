@@ -29,7 +29,7 @@ class PrefillSpeed:
     def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
         """Record that *num_steps* steps computed *num_tokens* tokens in *seconds* seconds.
 
-        *num_read* is the sum of `tokens_read` over the steps.
+        *num_read* is how many tokens attention read in these steps in total (see `tokens_read`).
         """
         features = np.array([num_steps, num_tokens, num_read], np.float64)
         weight = 1.0 / max(num_tokens, 1) ** 2  # minimises the error per token, so that long steps do not dominate

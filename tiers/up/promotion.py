@@ -58,11 +58,14 @@ class Misses:
         return counts
 
     def first(self, num_tokens: int) -> Reason:
-        """Return the reason for the token after the first *num_tokens*; LAST_BLOCK if none is recorded."""
+        """Return why the token after the first *num_tokens* tokens must be computed.
+
+        If no reason is recorded, the result is LAST_BLOCK: the end of a prompt is always computed.
+        """
         return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
-        """Return the misses after a prefix of *num_tokens* tokens was shortened for *reason*."""
+        """Return the misses after the cached prefix was shortened for *reason*. *num_tokens* is its former length."""
         return Misses(((num_tokens, reason), *self.reasons))
 
 
@@ -94,8 +97,11 @@ class Promotion:
     """The state of loading a hit into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
     `num_tokens` may then be smaller than in the hit, because the prefix ends before a block that failed, was corrupt or
-    was late. After the prefix, *num_copied* further tokens were copied from a cached block into a block that only the
-    caller uses. For a split hit, only the blocks after the first *start* tokens are loaded.
+    missed the *deadline*. After the prefix, *num_copied* further tokens were copied from a cached block into a block
+    that only the caller uses.
+
+    If *start* is not 0 (a split hit), only the blocks after the first *start* tokens are loaded. Of the first *start*
+    tokens, the caller computes those that are not on the device.
     """
 
     chain: BlockChain
@@ -119,12 +125,12 @@ class Promotion:
 
     @property
     def reason_at_end(self) -> Reason:
-        """Reason why the first token after the prefix is computed; LAST_BLOCK if no reason is recorded."""
+        """Reason why the prefix that this promotion provides is not longer; LAST_BLOCK if no reason is recorded."""
         return self.misses.first(self.num_tokens + self.num_copied)
 
     @property
     def num_computed(self) -> int:
-        """Number of cached tokens before *start* that the caller computes nevertheless."""
+        """Number of cached tokens that the request recomputes while the blocks after *start* are loaded."""
         return self.depths.count(COMPUTED) * self.chain.block_size
 
     def take_over(self, earlier: "Promotion") -> None:

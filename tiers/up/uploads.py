@@ -48,7 +48,7 @@ class LayeredUpload:
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy the layers of all groups in parts; after each part, let compute read its layers (`LayerGate`)."""
+        """Copy the blocks a few layers at a time, and let the computing thread use these layers then (`LayerGate`)."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():
@@ -65,7 +65,7 @@ class LayeredUpload:
         self._is_copied = is_copied
 
     def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """Record for each block whether its bytes in host memory are correct; None if the verification failed."""
+        """Record for each block whether its bytes in host memory are correct; None if an error prevented the check."""
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 
     def outcomes(self) -> Mapping[Upload, bool | None] | None:
@@ -213,16 +213,16 @@ class Uploads:
         return layered.gate
 
     def pump(self) -> None:
-        """Submit queued copies and verifications while the lane accepts them."""
+        """Submit queued copies and verifications to the lane (the queue of copies to the device) until it is full."""
         while self._to_verify and self._submit_verification():
             pass
         while self._to_upload and self._submit_upload():
             pass
 
     def drop(self, unwanted: Sequence[Upload]) -> None:
-        """End uploads that no promotion waits for any more, except those already on the lane to the device.
+        """End uploads that no promotion waits for any more, except those whose copy to the device was submitted.
 
-        Their device slots are free at once. A read that is still in progress needs only its host slot.
+        The device slots of the ended uploads become free at once, even if a read into host memory goes on.
         """
         dropped = [upload for upload in unwanted if upload not in self._on_lane]
         for upload in dropped:
@@ -233,12 +233,12 @@ class Uploads:
         self._end(dropped)
 
     def is_any_hung(self, uploads: Iterable[Upload]) -> bool:
-        """Return whether one of these uploads has been on the lane to the device for `LATE_S` or longer."""
+        """Return whether any of these uploads has been on the lane (copy queue) to the device for at least `LATE_S`."""
         since = self._clock() - LATE_S
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def on_lane_hung(self) -> None:
-        """Give up all blocks on the lane to the device, because the lane hangs.
+        """Give up all submitted copies to the device, because their lane (the queue and its threads) hangs.
 
         The caller must have ended the promotions that wait for these blocks. Until a transfer on the lane ends, lookups
         ignore the lower tiers. Otherwise every new request would wait for the lane too.
@@ -252,7 +252,10 @@ class Uploads:
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Return the number of leases on the group's device slots that are held by transfers, not by promotions."""
+        """Return how many of the group's blocks are being loaded. Each of these loads leases its target slot.
+
+        The leases of the promotions that wait for a block are not counted.
+        """
         return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
@@ -305,7 +308,7 @@ class Uploads:
         return submitted
 
     def _on_lane_moved(self) -> None:
-        """Allow lookups to use the lower tiers again: a transfer has ended, so a thread of the lane works."""
+        # A transfer has ended, so the lane does not hang: lookups may use the lower tiers again.
         self._residency.is_cut_off = False
 
     def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:
@@ -391,7 +394,10 @@ class Uploads:
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """Yield the uploads in lists of consecutive blocks of one prompt. An upload without waiters is its own list."""
+    """Yield the uploads in lists of consecutive blocks of one prompt.
+
+    An upload for which no promotion waits any more gets a list of its own.
+    """
     row: list[Upload] = []
     for upload in uploads:
         if row and row[-1].waiters and upload.waiters:

@@ -25,10 +25,10 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Ends:
-    """The device and host memory of copies, each contiguous, [num_slots, block_bytes] uint8.
+    """The device memory and the host memory between which blocks are copied, each [num_slots, block_bytes] uint8.
 
-    *device* is on the GPU, or in ordinary memory in tests on a CPU. Host memory is registered with CUDA in pieces of
-    *slots_per_piece* slots.
+    Both tensors are contiguous. *device* is on the GPU, or in ordinary memory in tests on a CPU. *host* is registered
+    with CUDA in pieces of *slots_per_piece* slots.
     """
 
     device: torch.Tensor
@@ -36,7 +36,7 @@ class Ends:
     slots_per_piece: int
 
     def runs(self, device: Slots, host: Slots) -> BlockRuns:
-        """Merge these pairs of slots into as few contiguous copies as possible."""
+        """Merge the copies between slots `device[i]` and `host[i]` into as few contiguous copies as possible."""
         return merge_adjacent(device, host, self.slots_per_piece)
 
 
@@ -102,7 +102,9 @@ class BatchCopies:
     """
 
     def __init__(self, ends: Ends, submit: SubmitBatch | None = None) -> None:
-        """Create the method. *submit* enqueues the copies (default: `cuda_batch`).
+        """Prepare copies between the device memory and the host memory in *ends*.
+
+        *submit* enqueues a batch of copies (default: `cuda_batch`).
 
         Raises:
             ImportError, AttributeError: The CUDA bindings lack batched copies; see `cuda_batch`.
@@ -235,14 +237,14 @@ class _Staging:
         self._used = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
 
     def gather(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of the device *slots* of *blocks* to the host buffer."""
+        """Enqueue a copy of *slots* in the device memory *blocks* to the host buffer."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         torch.index_select(blocks, 0, index, out=part)
         self.host[: len(slots)].copy_(part, non_blocking=True)
         self._mark()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Enqueue a copy of the host buffer to the device *slots* of *blocks*."""
+        """Enqueue a copy of the host buffer to *slots* in the device memory *blocks*."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         part.copy_(self.host[: len(slots)], non_blocking=True)
         blocks.index_copy_(0, index, part)

@@ -51,7 +51,7 @@ class CopyChoice:
 
 
 def num_trial_blocks(block_bytes: int) -> int:
-    """Return how many device slots, and as many host slots, a trial needs."""
+    """Return how many device slots, and as many host slots, the measurement in `choose_copies` needs."""
     return min(max(2, TRIAL_BYTES // block_bytes), MAX_TRIAL_BLOCKS)
 
 
@@ -109,7 +109,7 @@ def _prove(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> No
     copies.to_device(below, above)
     copies.to_host(above, above)
     if not (scratch.host.numpy()[above] == noise[below]).all():
-        raise RuntimeError("the trial copied wrong bytes")
+        raise RuntimeError("random bytes copied to the device and back have changed")
 
 
 def _seconds(work: Callable[[], None]) -> float:

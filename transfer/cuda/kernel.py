@@ -31,7 +31,7 @@ class KernelCopies:
     """
 
     def __init__(self, ends: Ends) -> None:
-        """Create the method. CuPy compiles the kernel at its first launch.
+        """Prepare copies between *ends*. CuPy compiles the kernel at its first launch.
 
         Raises:
             ImportError: CuPy is not installed.

@@ -1,4 +1,4 @@
-"""CudaLane: a lane that runs copies on its own CUDA streams, ordered with compute in both directions."""
+"""CudaLane: a queue of copies with its own threads and CUDA streams, whose copies wait for earlier compute."""
 
 from queue import SimpleQueue
 

@@ -60,12 +60,13 @@ def node_of_gpu(device: torch.device) -> int | None:
 class CudaMemory:
     """A `BlockMemory` on a GPU. Its device slots are *device_blocks*, [num_slots, block_bytes] uint8.
 
-    Copies run on the calling thread's current stream (the stream of a `CudaLane`). They return when the bytes are in
-    place, except for `copy`: the computing thread calls it and must not wait.
+    Copies run on the calling thread's current stream (the stream of a `CudaLane`), and wait until the bytes are in
+    place. Only `copy` does not wait, because the computing thread calls it.
 
-    *way* is the name of a method in `COPIES`, or an earlier result of `choose_methods`. By default, the methods are
-    measured. `choice` holds the chosen methods and their speeds; it is None if *way* is a name or if there are no host
-    slots. If the file descriptor *file* is given, the host slots are at the beginning of that file; see `HostSlab`.
+    *way* is the name of a copy method in `COPIES`, or an earlier result of `choose_methods`. By default, the copy
+    methods are measured and the fastest are chosen. `choice` holds the chosen methods and their speeds; it is None if
+    *way* is a name or if there are no host slots. If the file descriptor *file* is given, the host slots are at the
+    beginning of that file; see `HostSlab`.
     """
 
     num_copiers = 4  # a digest runs at about half the speed of the bus; bench/transfer/gpu_copies.py measures 1 to 8

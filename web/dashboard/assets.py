@@ -41,7 +41,7 @@ class Asset:
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return the routes of the page and its files."""
+    """Return the HTTP routes of the dashboard page and of its scripts, styles and images."""
     assets = _assets()
     index = assets.pop("index.html")
 

@@ -27,7 +27,7 @@ _DIGITS = 6  # significant digits of numbers that are sent
 
 
 class NoSample(Exception):
-    """An error of a `Source` that has no data at the moment. The message says why."""
+    """The error that the server has no data for the dashboard at the moment. The message says why."""
 
 
 class Source(Protocol):

@@ -32,7 +32,7 @@ class Condition:
 
 
 def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of the disk tier's store, reads, writes and drive, if there is a disk tier."""
+    """Yield the health of the disk tier's store, reads, writes and drive, if there is a disk tier."""
     if store is not None:
         yield _store(store)
     if disk is None:
@@ -47,7 +47,7 @@ def disk_conditions(store: StoreStanding | None, disk: DiskStatistics | None) ->
 
 
 def remote_conditions(remote: RemoteStatistics | None) -> Iterator[Condition]:
-    """Yield the conditions of lookups, reads and writes in the remote tier, if there is one."""
+    """Yield the health of lookups, reads and writes in the remote tier, if there is one."""
     if remote is None:
         return
     doing = {"ask": "lookups", "read": "reading", "write": "writing"}

@@ -18,7 +18,7 @@ class Resolution(NamedTuple):
 
     @property
     def span_s(self) -> int:
-        """Seconds that all rows together cover."""
+        """Length of the history at this resolution, in seconds."""
         return self.step_s * self.num_rows
 
 
@@ -47,12 +47,15 @@ class Stretch:
 
     @property
     def times(self) -> range:
-        """Start time of each row."""
+        """Start time of each row of `rows`, in seconds since the Unix epoch."""
         return range(self.start, self.start + self.step_s * len(self.rows), self.step_s)
 
 
 class Ring:
-    """A ring buffer of the newest rows of one resolution. A row stays at its index until it is overwritten."""
+    """A ring buffer with one row of numbers for each of the last time steps, which all have the same length.
+
+    A row stays at its index until it is overwritten.
+    """
 
     def __init__(self, resolution: Resolution, num_columns: int) -> None:
         self.resolution = resolution
@@ -64,7 +67,7 @@ class Ring:
         return int(at // self.resolution.step_s)
 
     def put(self, stamp: int, row: Row) -> int:
-        """Write the row of a time step, and return the row's index."""
+        """Store *row*, the dashboard's values for the time step with number *stamp*. Return its index in the buffer."""
         index = stamp % self.resolution.num_rows
         self.stamps[index] = stamp
         self.rows[index] = row
@@ -80,7 +83,7 @@ class Ring:
 
 
 class _Mean:
-    """The running mean of the rows of one time step."""
+    """The mean of the rows of values that were added within one time step. NaN values do not count."""
 
     def __init__(self, num_columns: int) -> None:
         self.stamp = NEVER
@@ -113,7 +116,7 @@ class History:
         self._unsaved: set[Place] = set()
 
     def add(self, at: float, row: Row) -> None:
-        """Add the row of time *at* in all resolutions."""
+        """Add *row*, the dashboard's values at the Unix time *at*, to the ring buffer of each time resolution."""
         self.num_changes += 1
         for number, (ring, mean) in enumerate(zip(self.rings, self._means, strict=True)):
             stamp = ring.stamp(at)

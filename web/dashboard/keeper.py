@@ -26,7 +26,10 @@ class Keeper(Protocol):
     """Storage for a history: a file (`HistoryKeeper`), or none (`NoKeeper`). Owned by the event loop."""
 
     async def read(self) -> History | None:
-        """Return the history that an earlier process saved, or None if there is none or it cannot be read."""
+        """Return the dashboard's history that an earlier process saved, empty if the file is new.
+
+        Returns None if no file is configured, or if the file cannot be read.
+        """
 
     def save(self, history: History) -> None:
         """Start saving the new rows of the history. Return at once."""
@@ -49,7 +52,10 @@ def history_path(dashboard: DashboardConfig, disk: DiskConfig | None) -> Path | 
 
 
 def keeper_of(columns: Sequence[str], path: Path | None) -> Keeper:
-    """Return a keeper that saves a history with these columns to *path*, or a `NoKeeper` if *path* is None."""
+    """Return the keeper that saves the dashboard's history to the file *path*, or nowhere if *path* is None.
+
+    *columns* are the names of the values in each row of the history.
+    """
     return NoKeeper() if path is None else HistoryKeeper(path, Shape(columns, RESOLUTIONS))
 
 
@@ -67,7 +73,7 @@ class NoKeeper:
 
 
 class HistoryKeeper:
-    """A keeper that saves the history to a `RingFile`.
+    """A keeper that saves the dashboard's history to a file (`RingFile`).
 
     Threads read and write the file, so that the server never waits for the disk. If the file cannot be written, the
     history is not saved, and one line in the log says why.
@@ -85,7 +91,7 @@ class HistoryKeeper:
         self._has_failed = False
 
     async def read(self) -> History | None:
-        """Return the history in the file, or None if the file is new, unreadable, or in use by another process."""
+        """Return the dashboard's history in the file; None if the file is unreadable or another process uses it."""
         self._reading = in_daemon(self._open)
         try:
             return await asyncio.wrap_future(self._reading)

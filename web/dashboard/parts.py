@@ -36,7 +36,7 @@ def token_totals(tokens: TokenBalance) -> Numbers:
 
 
 def tier_columns(tier: Tier) -> tuple[str, ...]:
-    """Return the names of the columns that `tier_totals`, `tier_levels` and `RecentAges` return."""
+    """Return the tier's columns in the dashboard's history: those of `tier_totals`, `tier_levels`, `RecentAges`."""
     names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "leased", "dirty", "age")
     return tuple(f"tier.{tier}.{name}" for name in names)
 
@@ -67,7 +67,10 @@ class RecentAges:
         self._recent = {tier: RecentValues(AGES_WINDOW_S) for tier in Tier}
 
     def levels(self, monotonic_s: float, tiers: Mapping[Tier, TierStatistics]) -> Numbers:
-        """Return the median age in seconds, for each tier that has evicted blocks in the last ten minutes."""
+        """Return for each tier the median seconds from a block's last use to its eviction, over the last ten minutes.
+
+        A tier that has evicted no blocks in that time is left out.
+        """
         ages = {
             tier: quantile(self._recent[tier].since(monotonic_s, found.eviction_ages), 0.5)
             for tier, found in tiers.items()
@@ -76,12 +79,12 @@ class RecentAges:
 
 
 def lane_columns(lane: str) -> tuple[str, ...]:
-    """Return the names of the columns that `lane_totals` and `lane_levels` return."""
+    """Return the columns in the dashboard's history for *lane*, a queue of transfers such as `host_to_device`."""
     return tuple(f"lane.{lane}.{name}" for name in ("bytes", "seconds", "failed", "pending", "pending_bytes"))
 
 
 def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the bytes, seconds and failures of the transfers that the lane has finished since the start."""
+    """Return the bytes, seconds and failures of the transfers finished since the start on *lane*, a transfer queue."""
     return {
         f"lane.{lane}.bytes": statistics.num_bytes,
         f"lane.{lane}.seconds": statistics.seconds,
@@ -90,12 +93,12 @@ def lane_totals(lane: str, statistics: RouteStatistics) -> Numbers:
 
 
 def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
-    """Return the number and bytes of the transfers that are queued or in flight in the lane."""
+    """Return the number and bytes of transfers that are queued or running on *lane*, such as `host_to_device`."""
     return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
 
 
 def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
-    """Return the names of the columns that `what_if_levels` returns."""
+    """Return the dashboard history's columns for the hit ratios that *tiers* would have with other sizes (`SIZES`)."""
     return tuple(f"what_if.{tier}.{size:g}" for tier in tiers for size in SIZES)
 
 

@@ -41,7 +41,7 @@ class Shape:
 
     @classmethod
     def read(cls, content: bytes) -> Self:
-        """Return the layout that a file's header describes. Raise `BadFile` if the header is invalid."""
+        """Read the layout of a dashboard's history file from its *content*. Raise `BadFile` for an invalid header."""
         try:
             magic, num_bytes, crc = _HEAD.unpack_from(content)
             text = content[_HEAD.size : _HEAD.size + num_bytes]
@@ -54,21 +54,21 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Size in bytes of a file with this layout."""
         return self._starts[-1]
 
     def offset(self, place: Place) -> int:
-        """Return the offset of a row in the file."""
+        """Return the byte offset of a row in the file. *place* is its ring buffer, and its index in that buffer."""
         return self._starts[place.ring] + place.line * self.record.itemsize
 
     def encoded(self, history: History, place: Place) -> bytes:
-        """Return the bytes of a row in the file."""
+        """Return the bytes that the file stores for the row *place* of *history*, with a checksum."""
         ring = history.rings[place.ring]
         content: bytes = ring.stamps[place.line].tobytes() + ring.rows[place.line].tobytes()
         return content + struct.pack("<I", zlib.crc32(content))
 
     def decoded(self, content: bytes) -> tuple[History, int]:
-        """Return the history in a file's *content*, and the number of damaged rows, which are left out."""
+        """Return the dashboard's history in a file's *content*, and how many time steps are left out as damaged."""
         history, num_damaged = History(self.columns, self.resolutions), 0
         content = content.ljust(self.num_bytes, b"\0")
         for number, ring in enumerate(history.rings):
@@ -87,7 +87,7 @@ class Shape:
 
 
 class RingFile:
-    """A file with a history, locked while it is open. Not thread-safe. Every call may block on the disk."""
+    """A file with a dashboard's history, locked while it is open. Not thread-safe. Every call may block on the disk."""
 
     def __init__(self, path: Path, shape: Shape) -> None:
         """Open the file, or create it if there is none.

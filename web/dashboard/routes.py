@@ -91,7 +91,7 @@ class _Watching(Response):
         self._group = group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. Raise `ApiError` 503 if the maximum number of viewers is already connected."""
+        """Send the dashboard's events to the viewer. Raise `ApiError` 503 if too many viewers are connected."""
         try:
             with self._dashboard.stream.viewer(self._group) as events:
                 await while_connected(receive, self._send_all(events, in_time(send)))
@@ -110,7 +110,7 @@ class _Watching(Response):
 
 
 def as_json(stretch: Stretch) -> bytes:
-    """Return *stretch* as JSON, column by column, without columns whose values are all unknown."""
+    """Return rows of the history as JSON, column by column, without columns whose values are all unknown."""
     by_column = zip(stretch.columns, stretch.rows.T, strict=True)
     values = {column: plain(known) for column, known in by_column if np.isfinite(known).any()}
     answer = HistoryStretch(step_s=stretch.step_s, start=stretch.start, rows=len(stretch.rows), columns=values)
@@ -118,7 +118,7 @@ def as_json(stretch: Stretch) -> bytes:
 
 
 def as_csv(stretch: Stretch) -> bytes:
-    """Return *stretch* as CSV with a header line, without rows whose values are all unknown."""
+    """Return rows of the history as CSV with a header line, without rows whose values are all unknown."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["time", *stretch.columns])

@@ -38,15 +38,15 @@ class Rates:
 
     @property
     def is_rate(self) -> npt.NDArray[np.bool_]:
-        """True if each column was a total in the last sample, `[num_columns]`."""
+        """Mask of the columns that hold rates, not levels, `[num_columns]`. All False before the first sample."""
         totals = {} if self._before is None else self._before.totals
         return np.array([column in totals for column in self._columns], np.bool_)
 
     def row(self, sample: Sample) -> Row:
-        """Return the row of *sample*.
+        """Return the history's row for *sample*: its levels, and the rates of its totals since the last sample.
 
         A rate is NaN in the first row, and after a reset of its counter. The time since the last sample is rounded to
-        whole seconds, so that the rates of all seconds add up to the total.
+        whole seconds. So the sum of a rate over all seconds is the growth of the total.
         """
         before, self._before = self._before, sample
         row = np.array([sample.levels.get(column, np.nan) for column in self._columns], np.float64)

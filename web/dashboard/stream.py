@@ -42,12 +42,12 @@ class Stream:
 
     @property
     def groups(self) -> tuple[str | None, ...]:
-        """Groups that have viewers."""
+        """Groups, such as tenants, that have at least one viewer now."""
         return tuple(self._groups)
 
     @property
     def unsent_groups(self) -> tuple[str | None, ...]:
-        """Groups with viewers for which `publish_to` has not been called yet."""
+        """Groups, such as tenants, that have viewers but no event from `publish_to` yet."""
         return tuple(group for group in self._groups if group not in self._own)
 
     def begin_with(self, first: bytes) -> None:
@@ -55,12 +55,12 @@ class Stream:
         self._first = first
 
     def publish(self, latest: bytes) -> None:
-        """Send *latest* to all viewers. Viewers that have not read the previous event skip it."""
+        """Send *latest* to all viewers. Viewers that have not read the previous event yet never get that one."""
         self._latest = latest
         self._tell()
 
     def publish_to(self, group: str | None, latest: bytes) -> None:
-        """Send *latest* to all viewers of a group, unless it equals the previous event for that group."""
+        """Send *latest* to all viewers of *group*, such as a tenant, unless it equals the group's previous event."""
         if group in self._groups and self._own.get(group, (0, b""))[1] != latest:
             self._own[group] = (self._number + 1, latest)
             self._tell()

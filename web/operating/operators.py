@@ -16,7 +16,7 @@ class Operators:
     """The operators and their tokens, which authorize requests. Only digests of the tokens are kept."""
 
     def __init__(self, tokens: ApiKeys) -> None:
-        """Create the operators. In *tokens*, the keys are the operators' tokens, and the tenants are their names."""
+        """Create the operators. *tokens* maps each token to an operator's name, as API keys are mapped to tenants."""
         self._tokens = tokens
 
     @classmethod

@@ -27,7 +27,7 @@ class Operating:
         self._refused = RefusedTokens(audit, clock)
 
     async def answer(self, request: Request, operated: Operated) -> Response:
-        """Carry out the verb in the request's path on the server *operated*. Raise `ApiError` if that fails."""
+        """Let the server *operated* carry out the command in the request's path. Raise `ApiError` if that fails."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:
@@ -57,7 +57,6 @@ class Operating:
 
 
 def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
-    """Return the functions that carry out the verbs, by the name of the verb."""
     return {
         "reset": operated.reset,
         "evict": operated.evict,

@@ -64,7 +64,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.blocks is None):
-            raise ValueError("bytes: give either bytes or blocks")
+            raise ValueError("bytes: give exactly one of the arguments bytes and blocks")
         if self.bytes is not None and not self.num_bytes:
             raise ValueError("bytes: 0 bytes would evict nothing; give more")
 
@@ -80,7 +80,10 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb that copies blocks that have no copy in a lower tier, and waits up to *seconds* for the copies."""
+    """A verb (operator's command) that copies to a lower tier all blocks that are in no lower tier yet.
+
+    It waits up to *seconds* for the copies.
+    """
 
     seconds: _Seconds = 60.0
 
@@ -131,7 +134,7 @@ class Check(Verb, frozen=True, kw_only=True):
 
 
 class LogLevel(Verb, frozen=True, kw_only=True):
-    """A verb that sets the *level* of a *logger*: `kvtier`, or a logger below it such as `kvtier.tiers`."""
+    """A verb (operator's command) that sets the *level* of a *logger*, such as `kvtier` or `kvtier.tiers`."""
 
     level: Literal["debug", "info", "warning", "error"]
     logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"
@@ -153,7 +156,7 @@ KINDS: Mapping[str, type[Verb]] = {
 
 
 class Operated(Protocol):
-    """A server that carries out verbs. Each method returns the content of the response, or raises `ApiError`."""
+    """A server that carries out operators' commands. Each method returns the response, or raises `ApiError`."""
 
     async def reset(self, asked: Reset) -> Answer: ...
 

@@ -89,7 +89,7 @@ def available_bytes() -> int:
 
 
 def _works(layer: torch.nn.Linear) -> bool:
-    """Return whether packing works here for layers of this dtype and shape."""
+    """Return whether the packed form of a layer of this dtype and shape gives right results on this machine."""
     dtype, has_bias = layer.weight.dtype, layer.bias is not None
     return works(
         "packed linear layers", (dtype, tuple(layer.weight.shape), has_bias), lambda: _error(layer), TOLERANCE[dtype]

@@ -1,8 +1,7 @@
 """RowAttention: attention of single tokens on a CPU, which reads keys and values without copying their KV blocks.
 
-A request that decodes computes one token per step. The attention of this token in one layer is called a *row*. The
-kernel in `row_kernel` reads each block once. The alternative, gathering, first copies the blocks of each request in
-each layer and then reads the copy.
+A request that decodes computes one token per step. This token is called a *row*. The kernel in `row_kernel` reads each
+block once. The alternative, gathering, first copies the blocks of each request in each layer and then reads the copy.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ NUM_SAMPLE_LAYERS, SAMPLE_LAYER = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a step's attention that one thread computes: some rows and query heads."""
+    """One thread's part of a step's attention: some rows, each the single token of a request, and some query heads."""
 
     rows: slice
     heads: tuple[int, int]  # the first head, and the one after the last
@@ -39,7 +38,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The rows of a step in the format of the kernel. All layers of an attention group use the same plan."""
+    """The input of the kernel `attend_rows` in a step: a row for each request that computes a single token.
+
+    All layers of an attention group use the same plan.
+    """
 
     # [num_rows, 4] int64: the row's token in the packed batch, the index of its first block in `blocks`, the offset of
     # its first key in that block, its number of keys
@@ -49,10 +51,11 @@ class RowPlan:
 
 
 class RowAttention:
-    """The attention of rows: `split` selects the rows of a step, `plan` prepares them, `attend` computes one layer.
+    """The attention of requests that compute a single token in a step, as in decoding. Such a token is called a row.
 
-    It owns a thread pool until it is closed. Only one thread may call its methods. The result of a row depends neither
-    on the other rows nor on the number of threads.
+    `split` selects the rows of a step, `plan` prepares them, and `attend` computes one layer. This object owns a thread
+    pool until it is closed. Only one thread may call its methods. The result of a row depends neither on the other rows
+    nor on the number of threads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -101,7 +104,7 @@ class RowAttention:
         scoring: Scoring,
         output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
     ) -> None:
-        """Compute the attention of the plan's rows in one layer. Other tokens of *output* are not changed."""
+        """Write one layer's attention of the plan's tokens to *output*. Other tokens in *output* stay unchanged."""
         from kvtier.engine.model.cpu.row_kernel import attend_rows
 
         floats = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
@@ -132,7 +135,7 @@ class RowAttention:
         return works("attention of single tokens", shape, partial(self._error, shape), TOLERANCE[shape.dtype])
 
     def _error(self, shape: Shape) -> float:
-        """Return the kernel's largest difference from gathered attention, as a fraction of the largest value."""
+        """Return the kernel's largest difference from `attend_gathered`, as a fraction of the largest output value."""
         # A separate generator, because a model that is being loaded may draw its weights from torch's global one.
         random = torch.Generator().manual_seed(7)
         num_heads, head_dim, size = shape.num_heads, shape.head_dim, shape.group.block_size
@@ -157,9 +160,10 @@ class RowAttention:
 
 
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:
-    """Cut the rows into one piece per thread, with about the same number of keys in each piece.
+    """Divide rows, each the single token of a request, into one piece per thread, with about equally many keys.
 
-    If there are fewer rows than threads, divide the heads of each row among threads too.
+    *num_keys* has the number of keys that each row reads. If there are fewer rows than threads, divide the heads of
+    each row among threads too.
     """
     num_rows = len(num_keys)
     head_cuts = np.linspace(0, num_heads, 1 + min(num_heads, -(-num_threads // num_rows)), dtype=int).tolist()

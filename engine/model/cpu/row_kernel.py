@@ -53,7 +53,7 @@ def attend_rows(
     sinks: Array,  # [num_heads] float32; empty: none
     output: Array,  # [num_tokens, num_heads, head_dim] float32
 ) -> None:
-    """Compute the attention of a range of query *heads* for all *rows*, and write it to *output*."""
+    """Write the attention of *rows*, each a single token of a request, to *output*, for a range of query *heads*."""
     first, end = heads
     num_kv_heads, head_dim = halves.shape[2:]
     kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
@@ -77,9 +77,10 @@ def attend_rows(
 def _score(
     query: Array, scale: float, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
 ) -> None:
-    """Write the products of a row's query and its keys, times *scale*, to *scores*.
+    """Write the products of a token's query and its keys, times *scale*, to *scores* [num_keys, num_heads].
 
-    The first key is at offset *place* in the first block.
+    An entry of *halves* has the keys, or the values, of one KV block in one layer. The keys are in the entries with the
+    indices *blocks*, from offset *place* in the first entry on.
     """
     block, factor = 0, np.float32(scale)
     for key in range(len(scores)):
@@ -127,9 +128,10 @@ def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
 def _add_up(
     weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
 ) -> None:
-    """Write the weighted sum of a row's values to *attended*.
+    """Write the sum of a token's values, weighted by *weights* [num_keys, num_heads], to *attended*.
 
-    The first value is at offset *place* in the first block.
+    An entry of *halves* has the keys, or the values, of one KV block in one layer. The values are in the entries with
+    the indices *blocks*, from offset *place* in the first entry on.
     """
     attended[:] = 0
     block = 0

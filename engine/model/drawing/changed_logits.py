@@ -87,7 +87,7 @@ def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 def _exceptions(
     logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows and the columns in *logits* of the tokens in *token_ids*, which maps a row to its token ids."""
+    """Return the row and column indices in *logits* of the tokens in *token_ids*, which has token ids by row."""
     rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
     columns = np.concatenate(list(token_ids.values()))
     return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)

@@ -47,7 +47,7 @@ class Cuts:
         return min(num_wanted, vocab_size)
 
     def __getitem__(self, rows: torch.Tensor) -> "Cuts":
-        """Return the parameters of only the rows whose indexes are in *rows*."""
+        """Return the sampling parameters and random numbers of the rows of logits with the indices *rows*."""
         return Cuts(self.temperature[rows], self.top_p[rows], self.min_p[rows], self.top_k[rows], self.number[rows])
 
 
@@ -146,9 +146,9 @@ def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Ten
 def _exponents(
     logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Return approximate logarithms of the result of `_weights`, in the scratch's float32 tensor.
+    """Return each token's approximate log-probability relative to the most likely one, in the scratch's float32 tensor.
 
-    Tokens with larger weights have larger or equal logarithms.
+    A more likely token never has a smaller value than a less likely one.
     """
     factor = temperature.clamp(min=_MIN_TEMPERATURE).reciprocal().float()
     return scratch.copy(logits, torch.float32).sub_(largest[:, None]).mul_(factor[:, None])

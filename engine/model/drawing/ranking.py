@@ -1,4 +1,4 @@
-"""Ranking: queries on the tokens of several rows by probability, without sorting the vocabulary."""
+"""Ranking: finds tokens by rank or cumulated probability in several rows of logits, without sorting whole rows."""
 
 from math import prod
 
@@ -41,14 +41,15 @@ class Ranking:
     """
 
     def __init__(self, depths: torch.Tensor, weights: torch.Tensor, scratch: Scratch) -> None:
-        """Put the tokens into bins.
+        """Put tokens of similar weight into the same bin.
 
         Takes ownership of both tensors and of the scratch's int64 tensor.
 
         Args:
-            depths: Distances from the most likely token in nats, `[rows, vocab]` in float32. Tokens with larger
-                weights have smaller or equal depths.
-            weights: Probabilities, `[rows, vocab]` in float64; 0 for a token that was cut off.
+            depths: Log-probability of the row's most likely token minus that of each token, `[rows, vocab]` in float32.
+                A token with a larger weight must not have a larger depth.
+            weights: Probabilities relative to that of the row's most likely token, `[rows, vocab]` in float64; 0 for a
+                token that was cut off.
             scratch: Provides memory for the bin of each token.
         """
         depths.clamp_(max=_SPAN).mul_((_NUM_BINS - 1) / _SPAN)  # clamped first, because depths may be infinite
@@ -58,7 +59,7 @@ class Ranking:
 
     @property
     def total(self) -> torch.Tensor:
-        """Total weight of each row, `[rows]`."""
+        """Sum of the weights of all tokens in each row, `[rows]`."""
         return self._cumulated[:, -1]
 
     def at_weight(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +74,10 @@ class Ranking:
         return token_ids.gather(1, at)[:, 0], cumulated.gather(1, at)[:, 0]
 
     def at_rank(self, rank: torch.Tensor) -> torch.Tensor:
-        """Return the total weight of the *rank* most likely tokens of each row, `[rows]`.
+        """Return for each row the total weight of its most likely tokens, `[rows]`.
 
-        *rank* is `[rows]` too, with numbers from 1 to the vocabulary's size.
+        *rank* says for each row how many tokens to add up, from 1 to the vocabulary's size. A token's weight is its
+        relative probability.
         """
         wanted = rank.double()[:, None]
         counts = self._in_bins(torch.ones_like(self._weights))
@@ -84,16 +86,16 @@ class Ranking:
         return cumulated.gather(1, (wanted - _before(counts, bin_ids)).long() - 1)[:, 0]
 
     def _in_bins(self, amounts: torch.Tensor) -> torch.Tensor:
-        """Return the cumulated *amounts* up to the end of each bin, `[rows, bins]`."""
+        """Return the sum of the tokens' *amounts* in each bin and all bins before it, `[rows, bins]`."""
         empty = amounts.new_zeros(len(amounts), _NUM_BINS)
         return empty.scatter_add_(1, self._bins, amounts).cumsum(dim=-1)
 
     def _sorted_bin(self, bin_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort one bin of each row.
+        """Sort the tokens of one bin (tokens of similar weight) of each row, the most likely first.
 
         Returns:
-            The bin's token ids and the row's cumulated weight up to each of them, both `[rows, longest]` with padding,
-            and the number of tokens in the bin, `[rows, 1]`.
+            The token ids, `[rows, longest]` with padding. In the same shape, for each token, the sum of its weight and
+            the weights of all tokens before it in the row's order. The number of tokens in the bin, `[rows, 1]`.
         """
         rows, ids = (self._bins == bin_ids).nonzero(as_tuple=True)  # ids rise within a row
         counts = torch.bincount(rows, minlength=len(bin_ids))
@@ -109,5 +111,4 @@ class Ranking:
 
 
 def _before(cumulated: torch.Tensor, bin_ids: torch.Tensor) -> torch.Tensor:
-    """Return the cumulated amount in the bins before *bin_ids* `[rows, 1]`."""
     return torch.where(bin_ids > 0, cumulated.gather(1, (bin_ids - 1).clamp(min=0)), 0.0)

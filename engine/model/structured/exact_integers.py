@@ -72,7 +72,7 @@ class ExactIntegers:
     """
 
     def __init__(self, schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> None:
-        """Translate *schema* into rules.
+        """Translate a JSON *schema* into grammar rules in Lark's notation.
 
         *options* are llguidance's options for the subschemas that it compiles itself.
 
@@ -223,7 +223,7 @@ def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _integers(schema: Mapping[str, Any]) -> str:
-    """Return an expression for the integers within the schema's bounds. Raise `NotExact` if there are none."""
+    """Return a regular expression for the integers within the schema's bounds; raise `NotExact` if they allow none."""
     lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
     highs = [math.floor(schema["maximum"])] if "maximum" in schema else []

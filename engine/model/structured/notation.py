@@ -172,8 +172,5 @@ class _Said:
 
     @property
     def is_not_written(self) -> bool:
-        """True if llguidance cannot compile the schema, although some value may satisfy it.
-
-        A schema that no value can satisfy does not count: that is the client's mistake.
-        """
+        # An unsatisfiable schema is the client's mistake. Any other error means that llguidance does not support it.
         return self.is_error and not any("Unsatisfiable" in text for text in self.messages)

@@ -108,7 +108,7 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
 
 
 def _with_own_ids(text: str) -> tuple[str, int]:
-    """Return the grammar with its special tokens' ids replaced by ids of `_Bytes`, and the number of these tokens."""
+    """Renumber a grammar's special tokens for the tokenizer `_Bytes`. Return the grammar and their number."""
     ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
     return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
 

@@ -98,16 +98,15 @@ class Evidence:
         return Reason.LAST_BLOCK, num_tokens
 
     def _evicted_row(self, row: ExplainedRun, ghost: Ghost) -> ExplainedRun:
-        """Return *row* with the eviction of its block, and the tenant's requests that ran when it was evicted."""
         at = ghost.at + self.clock_offset
         why = Reason.evicted_from(ghost.tier)
         return replace(row, why=why, cause=ghost.cause, evicted_at=(at, at), during=self._running_at(at))
 
     def _running_at(self, at: float) -> tuple[str, ...]:
-        """Return the ids of the tenant's requests that ran at time *at*.
+        """Return the ids of the tenant's requests that ran when a block was evicted at time *at*.
 
-        If none ran, return the id of the last request that arrived before. Its blocks may be copied to a lower tier
-        after its end, and may cause evictions there.
+        If none ran, return the id of the last request that arrived earlier. Even after that request has ended, its
+        blocks may be copied to a lower tier and cause evictions there.
         """
         ids, arrived_at, ended_at = self._own
         has_come = arrived_at <= at
@@ -129,9 +128,10 @@ class Evidence:
         return [record.request_id for record in own], arrived_at, arrived_at + [record.total_s or 0.0 for record in own]
 
     def _other_ways(self) -> Sequence[tuple[Reason | Why, tuple[str, ...]]]:
-        """Return for each full block why it missed. This applies only to blocks whose names were never seen.
+        """Return for each full block a pair (reason, fields) that explains its miss if no earlier prompt had the block.
 
-        Each reason comes with the fields, such as the salt, that differ from an earlier prompt with the same tokens.
+        If an earlier prompt had the same tokens or messages, *fields* says what differed, such as the salt. Otherwise,
+        it is empty.
         """
         names = self.past.trail.names
         if self.is_other_text:

@@ -165,9 +165,10 @@ class Explainer:
         )
 
     def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
-        """Return whether the chat template rendered the same messages differently for an earlier request.
+        """Return whether an earlier request had the same first chat message as *own*, but another first block.
 
-        This is assumed if the first blocks of the two prompts differ. Requests hidden from the tenant do not count.
+        The chat template probably rendered the message differently. Only earlier requests that the client may know of
+        are considered, see `Way.may_see`.
         """
         pasts = [past for request_id in same_messages for past in self._past.find(request_id, own.record.tenant)]
         return any(

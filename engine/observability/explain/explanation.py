@@ -7,7 +7,7 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 
 class Why(StrEnum):
-    """Reasons for misses that only an explanation distinguishes, in addition to those of `Reason`."""
+    """Reasons for misses that occur only in explanations, in addition to those of `Reason`."""
 
     OTHER = "other"  # the tokens were seen with another salt, adapter or namespace; the row says which field
     OTHER_TEMPLATE = "other_template"  # the same messages were seen, but the template rendered another text
@@ -63,7 +63,7 @@ class Explanation:
     notes: tuple[str, ...] = ()  # what the explanation cannot tell, one line each
 
     def check(self) -> None:
-        """Raise AssertionError unless each token is in exactly one row with exactly one outcome."""
+        """Raise AssertionError unless the rows cover each token once, and each row is either a hit or a miss."""
         ends = [0, *(row.end for row in self.rows)]
         assert [row.start for row in self.rows] == ends[:-1], "a gap between rows, or two rows for a token"
         assert ends[-1] == self.num_tokens, f"rows up to token {ends[-1]} of {self.num_tokens}"

@@ -9,10 +9,10 @@ from kvtier.engine.observability.explain.explanation import Departure, Explained
 
 
 class EvictionObject(msgspec.Struct, frozen=True):
-    """The evictions of a row's blocks, with the times of the first and the last one.
+    """The evictions of the blocks of consecutive prompt tokens, with the times of the first and the last eviction.
 
-    *during* has the ids of the tenant's own requests that ran during the evictions. If none ran, it has the id of the
-    tenant's last request that arrived before.
+    *during* has the ids of requests of the prompt's tenant that ran during the evictions. If none ran, it has the id
+    of this tenant's last request before the evictions.
     """
 
     cause: str

@@ -91,6 +91,6 @@ class KnownPrompts:
             self._num_tokens -= self._prompts.popleft().num_tokens
 
     def older(self, before: int) -> OlderPrompts:
-        """Return the first *before* prompts that were added, without those that have been dropped."""
+        """Return the prompts that were known when `num_added` was *before*, except those dropped since."""
         num_newer = max(0, self.num_added - before)
         return OlderPrompts(list(self._prompts)[: max(0, len(self._prompts) - num_newer)])

@@ -57,13 +57,14 @@ class PromptFingerprint:
 class PromptPrinter:
     """A factory of prompt fingerprints. Only fingerprints with the same block size and key can be compared.
 
-    The engine's thread makes a fingerprint of each finished request, so the hashes must be fast. `contents` uses xxh3,
-    because a keyed blake2b takes 0.55 ms for 131,072 tokens. `marks` uses a multiplication, because a running hash over
-    each block takes 3 ms. `bench/observability/remembering.py` measures the cost.
+    The engine's thread makes a fingerprint of each finished request, so the hashes must be fast. Beginnings of the
+    prompt are hashed with xxh3, because a keyed blake2b takes 0.55 ms for 131,072 tokens. Each token is hashed by a
+    multiplication, because a running hash over each block takes 3 ms. `bench/observability/remembering.py` measures
+    the cost.
     """
 
     def __init__(self, block_size: int, key: bytes) -> None:
-        """Create the factory. *key* is the secret on which all hashes depend."""
+        """Create a factory of prompt fingerprints. *key* is the secret on which all their hashes depend."""
         self._block_size = block_size
         self._key = key
         self._seed = int.from_bytes(digest_of(b"contents", key), "little")
@@ -110,9 +111,10 @@ class PromptPrinter:
     def _marks(
         self, named: npt.NDArray[np.uint32], tail: npt.NDArray[np.uint32], num_blocks: int
     ) -> npt.NDArray[np.uint16]:
-        """Return the marks of all tokens. *named* are the tokens of full blocks, *tail* are the remaining tokens.
+        """Return a mark for each token: 16 bits of a hash, by which two prompts are compared token by token.
 
-        Overwrites *named*, because a new array would not be in the CPU's caches.
+        *named* has the tokens of full blocks, *tail* the remaining tokens. *named* is overwritten, because a new array
+        would not be in the CPU's caches.
         """
         width = len(self._factors)
         in_rows = len(named) // width * width

@@ -1,4 +1,4 @@
-"""SeenContents: a memory of the salts, adapters and namespaces with which beginnings of prompts were seen."""
+"""SeenContents: a memory of prompt prefixes, and of the salts, adapters and namespaces sent with each of them."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ class Way(NamedTuple):
     tenant: str | None  # of the API key; decides who may learn of this way
 
     def may_see(self, other: "Way") -> bool:
-        """Return whether a request with this way may learn that a request with the *other* way existed.
+        """Return whether a client with this tenant and salt may learn of a request with the *other* tenant and salt.
 
         A tenant with an API key may learn of all its own requests. Without API keys, only salts separate clients. A
-        request may then learn only of requests with its own salt or without a salt. Otherwise, a client could guess
-        prompts sent with another client's salt.
+        client may then learn only of requests with its own salt or without a salt. Otherwise, it could guess prompts
+        sent with another client's salt.
         """
         return other.tenant == self.tenant and (self.tenant is not None or other.salt in (b"", self.salt))
 
@@ -53,7 +53,7 @@ class SeenContents:
     """
 
     def __init__(self, key: bytes) -> None:
-        """Create an empty memory. *key* is the secret of all digests. `save` writes it to the file, too."""
+        """Create a memory without prompts. *key* is the secret key of the digests that callers pass to `add`."""
         self.key = key
         self._ways: OrderedDict[bytes, dict[Way, int]] = OrderedDict()  # by content, each way's `num_added` when added
         self.num_added = 0  # number of calls of `add`; identifies a moment for `differing`
@@ -78,10 +78,11 @@ class SeenContents:
             self._ways.popitem(last=False)
 
     def differing(self, content: bytes, way: Way, before: int) -> list[str]:
-        """Return the fields in which *way* differs from the most similar other way in which the content was seen.
+        """Return the fields in which a request differs from the most similar earlier request with the same tokens.
 
-        The fields are `cache_salt`, `adapter` and fields of the namespace. Only the first *before* calls of `add`
-        count, and only ways that *way* may see. If there is no other way, the list is empty.
+        *content* is the digest of these tokens. *way* has the request's fields: its salt, adapter and namespace.
+        Earlier requests are those added while `num_added` was less than *before*. Requests that the client may not know
+        of (see `Way.may_see`) are ignored, and so are those with equal fields. If no other is left, the list is empty.
         """
         ways = [
             other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)
@@ -90,7 +91,7 @@ class SeenContents:
         return min(reversed(found), key=len, default=[])
 
     def save(self, path: Path) -> None:
-        """Write the memory to *path*, readable by this user only. Raise OSError if that fails."""
+        """Write the memory and its key to the file *path*, readable only by this user. Raise OSError if that fails."""
         kept = _Kept(
             self.key,
             {name: dict(fields) for name, fields in self._namespaces.items()},
@@ -105,9 +106,9 @@ class SeenContents:
 
     @classmethod
     def load(cls, path: Path, new_key: bytes) -> "SeenContents":
-        """Load the memory saved at *path*.
+        """Load a memory and its key from the file *path*, written by `save`.
 
-        If the file is missing, malformed, a link or another user's, return an empty memory with *new_key*.
+        If the file is missing, malformed, a link or another user's, return an empty memory with the key *new_key*.
         """
         try:
             with open(path, "rb", opener=open_private) as file:

@@ -55,7 +55,10 @@ class MetricName:
         return family
 
     def by_histogram(self, values: Mapping[_Key, HistogramStatistics]) -> Metric:
-        """Return the metric with one histogram for each key of *values*. Keys are as for `by`."""
+        """Return the metric with one histogram for each key of *values*.
+
+        A key is the value of the metric's only label, or the tuple of the values of its labels.
+        """
         family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
         for key, value in values.items():
             bounds = [floatToGoString(bound) for bound in (*value.bounds, inf)]  # type: ignore[no-untyped-call]

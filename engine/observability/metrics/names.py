@@ -8,7 +8,9 @@ HIT_TOKENS = counter("kvtier_hit_tokens", "Prompt tokens that came from the cach
 RECOMPUTED_TOKENS = counter("kvtier_recomputed_tokens", "Prompt tokens that were computed, by reason.", "reason")
 COPIED_TOKENS = counter("kvtier_copied_tokens", "Hit tokens copied from blocks that share only their first tokens.")
 PREEMPTED_TOKENS = counter(
-    "kvtier_preempted_tokens", "Tokens of preempted requests at their readmission, by hit or miss.", "result"
+    "kvtier_preempted_tokens",
+    "Tokens of preempted requests when these start again: hit in the cache, or miss.",
+    "result",
 )
 RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Hit ratio of the last 1,000 requests' prompt tokens.")
 TTFT_SECONDS = histogram(
@@ -43,7 +45,7 @@ EVICTION_AGE = histogram(
 )
 CLEAN_AHEAD_BLOCKS = gauge(
     "kvtier_clean_ahead_blocks",
-    "Number of the device's next blocks to be evicted that are kept clean, with a copy in a lower tier.",
+    "Number of the device's next blocks to evict that kvtier copies to a lower tier in advance.",
 )
 HOST_PREPARED_BYTES = gauge(
     "kvtier_host_prepared_bytes", "Bytes of the host tier that are backed by memory and, with CUDA, page-locked."
@@ -51,7 +53,7 @@ HOST_PREPARED_BYTES = gauge(
 PINNED_BYTES = gauge("kvtier_pinned_bytes", "Bytes that pins keep in host memory or prefetch there.")
 TENANT_TOKENS = counter(
     "kvtier_tenant_tokens",
-    "Prompt tokens by tenant and source. A large tenant is counted by name once it is shown, all others together.",
+    "Prompt tokens by tenant and source. Only the largest tenants are named; the others are counted together.",
     "tenant",
     "source",
 )
@@ -59,18 +61,20 @@ TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a q
 
 WHAT_IF_HIT_RATIO = gauge(
     "kvtier_what_if_hit_ratio",
-    "Fraction of recent prompt tokens that this tier and the warmer ones would hit if it had this relative size.",
+    "Estimated fraction of recent prompt tokens found in this tier or a faster one if this tier had this size.",
     "tier",
     "size",
 )
 
 # Copies.
 MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by route.", "route")
-MOVED_SECONDS = counter("kvtier_moved_seconds", "Seconds for which copies ran, by route.", "route")
+MOVED_SECONDS = counter(
+    "kvtier_moved_seconds", "Seconds that copies took, without the time that they waited, by route.", "route"
+)
 FAILED_TRANSFERS = counter("kvtier_failed_transfers", "Copies that failed, by route.", "route")
 ROUTE_SPEED = gauge("kvtier_route_bytes_per_second", "Bytes per second of the route's latest copies.", "route")
-PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait for the route's lane or run on it.", "route")
-PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of the copies that wait for the lane or run on it.", "route")
+PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait or run, by route.", "route")
+PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of the copies that wait or run, by route.", "route")
 LOAD_PLANS = counter(
     "kvtier_load_plans",
     "Hits in tiers below the device, by how much of the hit was loaded: all, split, part, nothing.",
@@ -89,7 +93,7 @@ DISK_PROCESS_ENDED = counter(
 )
 DISK_BREAKER = gauge(
     "kvtier_disk_breaker",
-    "1 for the current state of the circuit breaker of each side: read, write.",
+    "1 for the current state of the circuit breaker for each side: read, write.",
     "side",
     "state",
 )
@@ -115,21 +119,21 @@ SSD_YEARS_LEFT = gauge(
 # The remote tier.
 REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes looked up in the remote tier.")
 REMOTE_LATE = counter(
-    "kvtier_remote_late", "Remote lookups answered only after their request had gone on without the answer."
+    "kvtier_remote_late", "Remote lookups answered too late: the request had already gone on without the answer."
 )
 REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Seconds that a recent lookup in the remote tier took.")
 REMOTE_BLOCKS = counter(
     "kvtier_remote_blocks",
-    "Blocks to be put into the remote tier, by outcome: stored, there already, refused.",
+    "Blocks offered to the remote store, by outcome: stored, there already, refused.",
     "outcome",
 )
-REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks still to be put into the remote tier.")
+REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks that wait to be written to the remote tier.")
 REMOTE_KNOWN_BLOCKS = gauge("kvtier_remote_known_blocks", "Blocks in the remote tier, known from its recent answers.")
 REMOTE_REQUESTS = counter("kvtier_remote_requests", "Requests to the remote store, which may cost money.", "kind")
 REMOTE_BYTES = counter("kvtier_remote_bytes", "Bytes read from the remote store and written to it.", "direction")
 REMOTE_BREAKER = gauge(
     "kvtier_remote_breaker",
-    "1 for the current state of the circuit breaker of each side: ask, read, write.",
+    "1 for the current state of the circuit breaker for each side: ask (lookups), read, write.",
     "side",
     "state",
 )
@@ -181,18 +185,23 @@ SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segmen
 SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only.")
 SIDECAR_HASHED_BYTES = counter(
     "kvtier_sidecar_hashed_bytes",
-    "Bytes of chunks hashed, when they were new (digest) or before they were read (verify).",
+    "Bytes of chunks hashed by lane: digest (new chunks), verify (chunks checked before an engine reads them).",
     "lane",
 )
 SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Seconds of hashing chunks, by lane.", "lane")
 SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks requested by lookups.", "endpoint")
 SIDECAR_PROMISED_CHUNKS = counter(
-    "kvtier_sidecar_promised_chunks", "Requested chunks that were found, verified and promised.", "endpoint"
+    "kvtier_sidecar_promised_chunks",
+    "Requested chunks that were found, verified and reported to the engine as hits.",
+    "endpoint",
 )
 SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded.", "endpoint")
 SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored.", "endpoint")
 SIDECAR_LOST_CHUNKS = counter(
-    "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by reason.", "endpoint", "why"
+    "kvtier_sidecar_lost_chunks",
+    "Chunks that could not be reported as hits or not be stored, by reason.",
+    "endpoint",
+    "why",
 )
 SIDECAR_OPERATIONS = counter("kvtier_sidecar_operations", "Requests of engines, by kind.", "endpoint", "operation")
 SIDECAR_REFUSED = counter("kvtier_sidecar_refused", "Requests and connections refused, by reason.", "endpoint", "why")

@@ -29,7 +29,7 @@ class RecentRecords:
         self._trail_listeners = tuple(trail_listeners)
 
     def add(self, record: RequestRecord, trail: Trail = NO_TRAIL) -> None:
-        """Add the record of a finished request, and pass it with its trail to the listeners."""
+        """Add the record of a finished request, and call the listeners. *trail* tells where its blocks came from."""
         self._newest.append(record)
         since = record.arrived_at - SLOWEST_S
         self._slowest = [each for each in self._slowest if each.arrived_at >= since]

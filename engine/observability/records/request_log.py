@@ -60,7 +60,7 @@ class RequestLog:
         self._thread.start()
 
     def on_record(self, record: RequestRecord, trail: Trail) -> None:
-        """Queue a line for the request."""
+        """Queue the log line of a finished request. *trail* has the names of its prompt's blocks."""
         try:
             self._waiting.put_nowait((record, trail))
         except queue.Full:
@@ -181,7 +181,10 @@ def open_request_log(config: RequestLogConfig) -> RequestLog | None:
 
 
 def line_of(record: RequestRecord, trail: Trail) -> bytes:
-    """Return the request as a JSON line. docs/operations.md describes its fields."""
+    """Return a finished request as a JSON line. *trail* has the names of its prompt's blocks.
+
+    docs/operations.md describes the fields.
+    """
     step, names = coarse_names(trail)
     return msgspec.json.encode(_facts(record) | {"grain": step * trail.block_size, "prefix": names}) + b"\n"
 

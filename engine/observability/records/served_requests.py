@@ -65,7 +65,7 @@ class ServedRequests:
         self._ttft.add(ttft_s)
 
     def on_token(self, token_gap_s: float) -> None:
-        """Count a later token of a request, *token_gap_s* seconds after the previous one."""
+        """Count a token other than a request's first, *token_gap_s* seconds after the request's previous token."""
         self._num_generated += 1
         self._token_gap.add(token_gap_s)
 

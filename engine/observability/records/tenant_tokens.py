@@ -36,14 +36,15 @@ class TenantTokens:
         self._shown[tenant] = self._shown[tenant].plus(record.tokens)
 
     def statistics(self) -> Mapping[str, TokenBalance]:
-        """Return the shown tenants' tokens by name, and the tokens of all other tenants, if any, as OTHER."""
+        """Return, by tenant, how many prompt tokens came from each tier. OTHER has all tenants not counted by name."""
         other = {OTHER: self._other} if self._other.num_tokens else {}
         return {**self._shown, **other}
 
     def _is_now_shown(self, tenant: str, num_tokens: int) -> bool:
-        """Begin to show a tenant if there is room, or if it is much larger than the smallest shown tenant.
+        """Begin to count a tenant by name, if allowed, and return whether that happened.
 
-        Return whether the tenant is shown now. If there was no room, the smallest tenant is no longer shown.
+        It is allowed if fewer than `num_shown` tenants are counted by name. Otherwise, a tenant that is much larger
+        than the smallest of them replaces it.
         """
         if tenant == OTHER or not self._num_shown:
             return False
@@ -59,7 +60,7 @@ class TenantTokens:
         return True
 
     def _watch(self, tenant: str, num_tokens: int) -> int:
-        """Add *num_tokens* to the estimated count of a tenant that is not shown, and return the new estimate."""
+        """Add *num_tokens* to the estimated total of a tenant without an exact count, and return the new total."""
         if tenant not in self._watched and len(self._watched) >= SKETCHED * self._num_shown:
             fewest = min(self._watched, key=self._watched.__getitem__)
             self._watched[tenant] = self._watched.pop(fewest)

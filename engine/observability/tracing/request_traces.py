@@ -16,12 +16,12 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 @dataclass(slots=True)
 class _Running:
-    """A traced request and the growing list of its blocks' *names*, of which `SpillTraces` has the first *num_told*."""
+    """A traced request that has not ended."""
 
     span: TraceContext
     parent_id: str | None
-    names: Sequence[BlockName]
-    num_told: int = 0
+    names: Sequence[BlockName]  # of its blocks; the list grows
+    num_told: int = 0  # how many of these names were passed to `SpillTraces`
 
 
 class RequestTraces:

@@ -65,7 +65,7 @@ class Tracer:
     def on_part(
         self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """Send the span of one part of a request, if the request is traced. The request must have no `traceparent`.
+        """Send the span of one part of a request that came without a `traceparent` header, if the request is traced.
 
         The span becomes a child of the request's root span, whose id is computed from *request_id*.
         """

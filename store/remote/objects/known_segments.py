@@ -51,7 +51,7 @@ class KnownSegments:
     def add(self, segment: KnownSegment) -> None:
         """Remember the entries of *segment*, which replace earlier entries of the same keys.
 
-        Places that were passed to `refuse` are not remembered.
+        Entries whose value is known to be damaged (see `refuse`) are left out.
         """
         with self._lock:
             self._forget(segment.path)

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A segment as bytes to put, and the entries of its footer."""
+    """The bytes of a segment (an object that holds consecutive blocks), and the entries of its footer."""
 
     data: memoryview
     entries: list[Entry]

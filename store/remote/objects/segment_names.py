@@ -1,12 +1,11 @@
-"""Names of segments, the objects that each hold a run of consecutive blocks of a chain.
+"""Names of segments: objects that each hold consecutive blocks of a chain (the blocks of one prompt, in order).
 
 A client that has the keys of a chain can compute the names of its segments, because the keys alone determine where a
 chain is cut:
 
 - Each key has a *level*, given by its hash. Half of all keys have level 0, a quarter level 1, and so on.
-- An interval of a level is the blocks between two neighbouring keys that have at least this level. It includes the
-  second key but not the first.
-- A segment holds a whole interval. Its name consists of the interval's last key and a level.
+- Cutting a chain after each key of level n or higher gives the *intervals* of level n, of 2**n blocks on average.
+- A segment holds one whole interval. Its name consists of the interval's last key and a level.
 
 A key determines all keys before it. So a name determines which keys are in the segment, whichever client writes it.
 """
@@ -24,17 +23,18 @@ TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of bloc
 MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; a longer interval is cut at a lower level
 
 
-_TIMES_WHAT_FOLLOWS = 4  # limit on the blocks of an interval, relative to those that follow it in its run
+# An interval has at most this many times as many blocks as follow it in its run. Other prompts may have only the
+# beginning of the run (a document) in common. They cannot use an interval that extends beyond the document, so
+# intervals get shorter towards the end of the run.
+_TIMES_WHAT_FOLLOWS = 4
 _ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 
 
 class SegmentName(NamedTuple):
-    """The name of a segment: the last key of its interval, and the interval's level.
+    """The name of a segment, an object that holds consecutive blocks of a prompt.
 
-    The same blocks may be an interval of several levels. For example, if the keys before *last* have level 0, and
-    *last* and the key before the interval have level 3, the blocks are an interval of the levels 1, 2 and 3. *level* is
-    the lowest of these levels, so that each interval has only one name. It is one more than the highest level of the
-    keys before *last*, or 0 if *last* is the only key.
+    *last* is the key of the segment's last block. *level* is 0 if there is no other block. Otherwise it is one more
+    than the highest `level_of` of the other blocks' keys. So the keys of a segment determine its name.
     """
 
     level: int
@@ -46,7 +46,7 @@ class SegmentName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The object's path below the store's prefix: the namespace's folder, and a name derived from level and key."""
+        """Path of the object below the store's prefix: the namespace's folder, and a name made from the two fields."""
         return f"{folder_of(self.last)}/{self.level}-{hashlib.sha256(self.last).hexdigest()[:40]}"
 
 
@@ -63,16 +63,20 @@ def folder_of(key: bytes) -> str:
 
 
 def level_of(key: bytes) -> int:
-    """Return the level of *key*: the number of zero bits at the end of the key's hash, at most `TOP`.
+    """Return the level of a block's *key*, which determines where a prompt's blocks are cut into segments (objects).
 
-    The key is hashed here because a block's name need not be a hash.
+    It is the number of zero bits at the end of the key's hash, at most `TOP`.
     """
+    # The key is hashed here because a block's name need not be a hash.
     bits = xxhash.xxh3_64_intdigest(key) | 1 << TOP
     return (bits & -bits).bit_length() - 1
 
 
 def cut(records: Sequence[RemoteRecord]) -> list[Segment]:
-    """Cut *records* into as few segments as possible, each a whole interval. A record without parent begins a chain."""
+    """Cut *records* into segments: objects that each hold consecutive blocks of a prompt.
+
+    A segment may end only where the levels of the keys allow it (see `level_of`), and is as long as its limits allow.
+    """
     return [segment for run in _runs(records) for segment in _cut_run(run)]
 
 
@@ -94,13 +98,6 @@ def _runs(records: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
 
 
 def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
-    """Cut *run* into segments. Each is the longest interval of at most `MAX_BYTES` that begins after the previous one.
-
-    An interval has at most 8 blocks or, if that is more, at most four times as many blocks as follow it in the run.
-    Other prompts may begin with the same document as this run and then continue differently. They cannot use an
-    interval that extends beyond the document. The limit keeps this interval short if the run ends soon after the
-    document.
-    """
     levels = [level_of(record.key) for record in run]
     sizes = [len(record.header) + record.payload.nbytes for record in run]
     begun = level_of(run[0].parent) if run[0].parent else TOP  # intervals up to this level begin with the next block
@@ -115,9 +112,10 @@ def _cut_run(run: Sequence[RemoteRecord]) -> Iterator[Segment]:
 
 
 def _longest(levels: Sequence[int], sizes: Sequence[int], start: int, begun: int) -> int:
-    """Return the end (exclusive) of the longest allowed interval that begins at index *start*.
+    """Return the index after the last record of the longest segment that may begin with the record at *start*.
 
-    *begun* is the highest level that has an interval beginning at *start*. All lower levels have one too.
+    *levels* has the level of each record's key (see `level_of`), and *sizes* each record's size in bytes. The segment
+    ends at the latest with the first record of level *begun* or higher.
     """
     end = start + 1
     highest = levels[start]  # each end found is the first one of its level, so intervals up to that level end there

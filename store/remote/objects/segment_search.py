@@ -1,4 +1,4 @@
-"""`SegmentSearch`: a search for the segments that hold the keys of a chain, in rounds, the longest segments first."""
+"""`SegmentSearch`: a search for a prompt's blocks in an object store whose objects hold many blocks each."""
 
 from collections.abc import Container, Iterator, Sequence
 
@@ -9,24 +9,24 @@ _GROWTH = 4
 
 
 class SegmentSearch:
-    """A search for the segments of one chain. It says which segments to request next, and does no I/O itself.
+    """A search for the segments (objects with consecutive blocks) of one prompt.
 
-    A segment holds an interval, which is all blocks of the chain between two keys that have at least a given level. The
-    higher the level, the longer are its intervals (see `segment_names`).
+    It says which segments to request next, and does no I/O itself. The hash of a key gives it a level from 0 to `TOP`;
+    higher levels are rarer (see `segment_names`). Cutting the prompt after each key of level n or higher gives the
+    intervals of level n. A segment holds one interval of some level.
 
-    - The first round requests every interval of the top level.
-    - Each later round requests intervals of the lower levels, beginning with the one that contains the first missing
-      key. For each level these are two intervals on average.
-    - If segments of a lower level were found, later rounds request four times as many intervals of that level.
+    - The first round requests all intervals of the level `TOP`, which are the longest.
+    - The second round requests about two intervals of each lower level, beginning at the first missing key.
+    - Further rounds do the same, but with four times as many intervals of each level at which segments were found.
 
-    The search usually ends after a later round that found nothing. Below the top level it makes at most 64 requests,
+    The search usually ends when the second or a later round finds nothing. Below `TOP` it makes at most 64 requests,
     plus one for each key that it has found.
     """
 
     def __init__(self, keys: Sequence[bytes], known: Container[bytes] = ()) -> None:
         """Prepare a search for those of *keys* that are not *known*.
 
-        *keys* must be consecutive in the chain, because the levels of the keys show where intervals begin and end.
+        *keys* must be consecutive in the chain, because a segment's name depends on all keys in the segment.
         """
         self._keys = keys
         self._levels = [level_of(key) for key in keys]
@@ -52,9 +52,9 @@ class SegmentSearch:
         return parts
 
     def found(self, names: Sequence[SegmentName], keys: Container[bytes]) -> None:
-        """Record that the segments *names* exist. *keys* contains all keys whose place is now known.
+        """Record the result of a round: the segments that exist, and all keys that are in a known segment now.
 
-        Names that another search has requested are ignored.
+        Segments that only another search has requested are ignored.
         """
         self._found.update(at for at in self._missing if self._keys[at] in keys)
         self._missing = [at for at in self._missing if at not in self._found]
@@ -67,10 +67,6 @@ class SegmentSearch:
         return list(self._asked)
 
     def _ahead(self, level: int) -> Iterator[tuple[int, int, SegmentName]]:
-        """Yield the end, level and name of each interval of *level* that should be requested next.
-
-        These are the next intervals with missing keys, as many as `_reach` allows.
-        """
         num_passed, end = 0, -1
         for at in self._missing:
             if at <= end:
@@ -86,16 +82,12 @@ class SegmentSearch:
                 return
 
     def _names(self, at: int, level: int) -> Iterator[SegmentName]:
-        """Yield the possible names of the interval of *level* that ends at index *at*.
-
-        There are several if the interval may have begun before the first key of the search. Then the levels of some of
-        its keys are unknown.
-        """
         inner = -1
         for before in range(at - 1, -1, -1):
             if self._levels[before] >= level:
                 yield SegmentName(inner + 1, self._keys[at])
                 return
             inner = max(inner, self._levels[before])
+        # The interval may have begun before the first key of the search. The keys there have unknown levels.
         for possible in range(inner + 1, level + 1):
             yield SegmentName(possible, self._keys[at])

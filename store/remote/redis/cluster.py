@@ -102,7 +102,6 @@ class RedisCluster:
     def _ask_nodes(
         self, commands: Sequence[Command], ways: Mapping[int, _Way], until: float
     ) -> Iterator[tuple[int, Reply]]:
-        """Send each command to its node, one batch per node, and yield each command's index and reply."""
         together: dict[_Way, list[int]] = {}
         for i, way in ways.items():
             together.setdefault(way, []).append(i)
@@ -186,7 +185,6 @@ class RedisCluster:
 
 
 def _told(way: _Way, commands: Sequence[Command], ids: Sequence[int]) -> list[Command]:
-    """Return the *commands* at the indices *ids*, each with an ASKING before it if *way* requires that."""
     chosen = [commands[i] for i in ids]
     return [told for command in chosen for told in (_ASKING, command)] if way.is_asking else chosen
 

@@ -32,7 +32,7 @@ class ClusterMember:
     def ask(self, commands: Sequence[Command], until: float) -> "Future[list[Reply]]":
         """Send *commands* in a background thread and return the future replies; see `RedisNode.ask`.
 
-        While the node rests, send only a ping, and return errors at once.
+        If the last commands got no reply at all, send only a ping and return errors at once, until a ping is answered.
         """
         if self.rests:
             self._ping(until)

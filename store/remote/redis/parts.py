@@ -28,14 +28,14 @@ class Parts(NamedTuple):
 
     @classmethod
     def parse_name(cls, value: memoryview | bytes) -> "Parts | None":
-        """Return the description at the start of *value*, or None if the value is not split."""
+        """Return the description of the other parts if *value* is the first part of a large value, otherwise None."""
         if len(value) < HEAD_BYTES or bytes(value[: len(_MAGIC)]) != _MAGIC:
             return None
         _, parts_id, num_parts = _HEAD.unpack_from(value)
         return cls(parts_id, min(num_parts, _MAX_PARTS))
 
     def names(self, name: bytes) -> list[bytes]:
-        """Return the names of the other parts of the value called *name*."""
+        """Return the Redis keys of a large value's parts after the first. The first part has the key *name*."""
         return [b"%b:%b:%d" % (name, self.parts_id.hex().encode(), part_id) for part_id in range(self.num_parts)]
 
 

@@ -150,7 +150,6 @@ class Inquiries:
         return bool(rest) and self._ask(group_id, rest, limit, question.began_at, question.waiting)
 
     def _let_go_on(self, question: Question) -> None:
-        """End the inquiries that wait for this overdue answer, and count them as late."""
         self._remote.counts["late"] += sum(not inquiry.is_done for inquiry in question.waiting)
         _end(question)
 

@@ -89,13 +89,16 @@ class RemoteHints:
         return self._absent.get((group_id, name), float("-inf")) > self._clock()
 
     def clear(self) -> None:
-        """Forget all answers."""
+        """Forget all of the store's answers, about present and absent blocks."""
         self._present.clear()
         self._earlier.clear()
         self._absent.clear()
 
     def _turn(self) -> None:
-        """Begin a new period if the current one has lasted `LASTS_S` or has `MAX_NAMES` names."""
+        """If the current set of names is older than `LASTS_S` or larger than `MAX_NAMES`, begin a new one.
+
+        The previous set is dropped then, and the current one takes its place.
+        """
         num_names = sum(map(len, self._present.values()))
         if self._clock() - self._began_at > LASTS_S or num_names > MAX_NAMES:
             self._earlier, self._present = self._present, defaultdict(NameSet)

@@ -53,7 +53,12 @@ class RemoteLink:
         is_host_cleaned: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """Create the connection. *windows* and *is_host_cleaned* are those of `Reads`."""
+        """Create the connection.
+
+        Blocks are read into clean host slots, whose old blocks need not be written to disk first. *windows* says how
+        many slots of each group to search for clean ones. *is_host_cleaned* returns whether writes to disk are in
+        flight, which make more slots clean.
+        """
         source = RemoteSource(remote, index)
         self._speed = transfers.speed(source.route)
         self.reads = Reads(index, source, memories, transfers, windows, is_host_cleaned, clock)
@@ -73,7 +78,7 @@ class RemoteLink:
         return self._inquiries.begin(group_id, names)
 
     def go_on(self) -> None:
-        """Continue the inquiries and probes."""
+        """End queries to the store that take too long, and test whether a failed store works again."""
         self._inquiries.go_on()
         self._probe.go_on()
 

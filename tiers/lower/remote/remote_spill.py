@@ -85,7 +85,7 @@ class RemoteSpill:
         """Handle a request that missed the blocks *names*.
 
         *names* are the rest of a prefix, from the first block that no faster tier has. Blocks that were missed before
-        become wanted.
+        will be written to the store when they arrive in host memory.
         """
         if not names:
             return
@@ -94,7 +94,7 @@ class RemoteSpill:
         _note(self._awaited[group_id], list(compress(names, were_missed)))
 
     def spill(self) -> None:
-        """Start to write batches of wanted blocks, and report hung writes to the circuit breaker."""
+        """Start to write the blocks that wait to be written, and report hung writes to the circuit breaker."""
         for batch in self.copies.stalled_since(self._clock() - HUNG_S):
             self._remote.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
@@ -102,7 +102,7 @@ class RemoteSpill:
                 pass
 
     def clear(self) -> None:
-        """Forget all wanted blocks."""
+        """Forget all blocks that wait to be written."""
         for names in (*self._wanted, *self._awaited):
             names.clear()
 
@@ -166,10 +166,8 @@ class RemoteSpill:
 
 
 def _note(noted: OrderedDict[BlockName, None], names: Sequence[BlockName]) -> None:
-    """Insert *names* at the front of *noted*, and drop all names after the first `MAX_WANTED`.
-
-    A long prefix is noted in several calls, of which the first has the last blocks of the prefix.
-    """
+    """Insert *names* at the front of *noted*, and drop all names after the first `MAX_WANTED`."""
+    # At the front, because the parts of a long prefix come in separate calls, the last part first.
     for name in reversed(names):
         noted[name] = None
         noted.move_to_end(name, last=False)

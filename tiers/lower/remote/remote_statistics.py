@@ -33,8 +33,8 @@ class RemoteStatistics:
 def remote_of_all(remotes: Sequence[RemoteStatistics]) -> RemoteStatistics | None:
     """Merge the statistics of several tiers that share one store; return None if *remotes* is empty.
 
-    Counts are added. Of each circuit breaker's states, the worst one is taken. The store's usage is the same for all
-    tiers.
+    Counts are added. A circuit breaker's state is the worst that it has in any of the tiers. The store's usage is the
+    same for all tiers.
     """
     if not remotes:
         return None

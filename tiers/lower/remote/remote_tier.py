@@ -121,12 +121,15 @@ class RemoteTier:
         return frozenset(self._spoilt).intersection(keys) if self._spoilt else frozenset()
 
     def on_written(self, keys: frozenset[bytes]) -> None:
-        """Record that the bad records under these keys were overwritten."""
+        """Record that the store's records under *keys*, which were bad, have been overwritten."""
         for key in keys.intersection(self._spoilt):
             self._spoilt.remove(key)
 
     def statistics(self, num_wanted: int, ask_s: float) -> RemoteStatistics:
-        """Return the tier's statistics. The caller knows *num_wanted* and *ask_s*, see `RemoteStatistics`."""
+        """Return the tier's statistics.
+
+        *num_wanted* is the number of blocks still to be written, and *ask_s* the recent latency of a query in seconds.
+        """
         breakers = {"ask": self.asking, "read": self.reading, "write": self.writing}
         return RemoteStatistics(
             self._records.where,
