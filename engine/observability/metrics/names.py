@@ -6,7 +6,9 @@ from kvtier.engine.observability.metrics.metric_name import MetricName, counter,
 PROMPT_TOKENS = counter("kvtier_prompt_tokens", "Prompt tokens of admitted requests.")
 HIT_TOKENS = counter("kvtier_hit_tokens", "Prompt tokens that came from the cache, by tier.", "tier")
 RECOMPUTED_TOKENS = counter("kvtier_recomputed_tokens", "Prompt tokens that were computed, by reason.", "reason")
-COPIED_TOKENS = counter("kvtier_copied_tokens", "Hit tokens copied from blocks that share only their first tokens.")
+COPIED_TOKENS = counter(
+    "kvtier_copied_tokens", "Hit tokens copied from a cached block of which only the first tokens matched."
+)
 PREEMPTED_TOKENS = counter(
     "kvtier_preempted_tokens",
     "Tokens of preempted requests when these start again: hit in the cache, or miss.",
