@@ -239,7 +239,7 @@ def _refuse_configuration(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
-            "an adapter is already loaded into it; load the model without it, and configure it in [lora]"
+            "an adapter is already loaded into it; load the model alone, and configure the adapter in [lora]"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModel(

@@ -8,9 +8,9 @@ from kvtier.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Te
 
 
 class FreeReader:
-    """A `Reader` that reports a call only once it is complete and valid, because a delta cannot be taken back.
+    """A `Reader` that reports a tool call only once the call is complete and valid, because no delta can be taken back.
 
-    It drops white space before calls and separators between calls. Each answer needs a new reader.
+    White space before a call and separators between calls are not reported. Each answer needs a new reader.
     """
 
     def __init__(self, syntax: CallSyntax, names: Collection[str], *, is_parallel: bool = True) -> None:

@@ -143,8 +143,8 @@ def memories_of(
     if len(memories) > num_extents:
         raise LayoutRefused(
             "host memory has too few extents for this engine: "
-            f"its {num_ranks} ranks of {len(parts)} KV cache groups need an extent each, and host memory has "
-            f"{num_extents} extents of {extent_bytes} bytes; start the sidecar with more host memory, or a smaller "
-            "extent"
+            f"it needs {len(memories)}, one for each of {len(parts)} KV cache groups in each of {num_ranks} ranks, "
+            f"and host memory has {num_extents} of {extent_bytes} bytes; start the sidecar with more host memory, or a "
+            "smaller extent"
         )
     return memories

@@ -257,7 +257,7 @@ class EngineEndpoint:
                 "kvtier in both environments",
             )
         elif len(message.engine) != wire.ENGINE_BYTES:
-            raise Malformed(f"the engine's number has {len(message.engine)} bytes, not {wire.ENGINE_BYTES}")
+            raise Malformed(f"the engine's id has {len(message.engine)} bytes, but must have {wire.ENGINE_BYTES}")
         elif len(self._layouts.quarantine) >= MAX_CLIENTS:
             why = (
                 f"slots of {MAX_CLIENTS} engines are in quarantine; "

@@ -35,7 +35,7 @@ class RedisTls:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """Settings for a server, or for a cluster by the addresses of some nodes. Raises ValueError for invalid settings.
+    """Settings for a server, or for a cluster of which some nodes' addresses are known. Raises ValueError if invalid.
 
     *ttl_s* is how long a record stays after it was put. With None the record stays until the server's policy evicts it.
     *timeout_s* limits how long connecting may take and how long a server may be silent. *num_connections* is the

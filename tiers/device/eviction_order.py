@@ -385,7 +385,7 @@ class EvictionOrder:
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
-        """Create an empty queue. *runs* is the pool's record of the named block in each slot."""
+        """Create an empty queue of slots. *runs* records which named block is in each slot of the pool."""
         self.num_slots = 0  # slots in the order, including lent ones
         self.num_lent = 0  # slots in the order that are lent to a copy
         self.num_departures = 0  # how many times a slot has left the order since the start
@@ -498,7 +498,7 @@ class EvictionOrder:
     def take(self, victims: Ids) -> list[Span] | None:
         """Remove the slots *victims* from the queue. None of them may be lent (being copied to a lower tier).
 
-        Returns the `Runs.spans` of these slots if `victims` has already computed them, otherwise None.
+        Returns the slots' spans, as `Runs.spans` does, if the method `victims` has computed them; otherwise None.
         """
         num_taken, spans = len(victims), None
         if victims is self._given and num_taken:

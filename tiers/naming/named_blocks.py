@@ -56,8 +56,8 @@ class Origin(NamedTuple):
 class NamedBlocks:
     """Names of blocks of one tenant, and the names of their parents.
 
-    The parent of a block is the previous block in the prompt. It is None for the first block, and for a block that is
-    useful without its parent.
+    The parent of a block is the previous block in the prompt. It is None for the first block of a prompt, and for
+    blocks of layers with sliding windows or chunks, which can be used without the previous block.
     """
 
     names: Sequence[BlockName]

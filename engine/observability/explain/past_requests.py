@@ -30,7 +30,10 @@ class Past:
 
 
 class PastRequests:
-    """A bounded memory of finished requests. The completions of an HTTP request share an id. Owned by one thread."""
+    """A bounded memory of the engine's finished requests. Owned by one thread.
+
+    An HTTP request may have several completions. Each is a request of the engine, and all of them have the same id.
+    """
 
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Past] = OrderedDict()

@@ -84,8 +84,8 @@ class RemoteSpill:
     def on_missed(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Handle a request that missed the blocks *names*.
 
-        *names* are the rest of a prefix, from the first block that no faster tier has. Blocks that were missed before
-        will be written to the store when they arrive in host memory.
+        *names* are the rest of a prefix, from the first block that no faster tier has. A block that an earlier request
+        has missed too will be written to the store when it arrives in host memory.
         """
         if not names:
             return
