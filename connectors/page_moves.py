@@ -38,5 +38,5 @@ def _pieces(page: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_of_words(page: torch.Tensor) -> bool:
-    """Return whether the page can be copied as 8-byte words, which are fewer elements than bytes."""
+    """Return whether the page can be copied in words of 8 bytes, which takes fewer steps than single bytes."""
     return page.numel() % WORD_BYTES == 0 and page.storage_offset() % WORD_BYTES == 0

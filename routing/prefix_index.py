@@ -131,9 +131,9 @@ class PrefixIndex:
     def forget(self, replica: str) -> None:
         """Forget which prefixes a replica has. The block hashes in its later events are still recognized.
 
-        For each prefix, four bits say where the replica has it. Clearing them in a million prefixes would take half a
-        second, in which no request could be routed. So the replica gets four other bits, and each later event clears
-        the old ones in some prefixes.
+        Each prefix has four bits for each replica, which say where the replica has the prefix. Clearing a replica's
+        bits in a million prefixes would take half a second, in which no request could be routed. Instead, the replica
+        is assigned four unused bits. Later events clear the old bits, in a few prefixes each.
         """
         if replica in self._told_of:
             self._told_of.discard(replica)

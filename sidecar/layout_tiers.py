@@ -95,8 +95,8 @@ class LayoutTiers:
     def room_for(self, group_id: int, places: Places) -> int:
         """Make room in host memory to fetch chunks, which were just found at *places*.
 
-        Returns how many of the chunks fit, counted from the first. The caller must fetch only these, because reading
-        them may evict later chunks from host memory.
+        Returns how many of the chunks fit, counted from the first. The caller must not fetch the chunks after these:
+        the reads may evict them from host memory, so their *places* become wrong.
         """
         in_host = places[places >= 0].astype(np.intp)
         self._get_room(group_id, len(places) - len(in_host))

@@ -34,7 +34,7 @@ class Silence:
     """
 
     def __init__(self, ask: Callable[[], None], clock: Callable[[], float]) -> None:
-        """Start with no silence. *ask* is called to ping the sidecar."""
+        """Begin to watch a connection on which the sidecar has just answered. *ask* is called to ping the sidecar."""
         self._ask = ask
         self._clock = clock
         self._looked_at = clock()

@@ -62,7 +62,7 @@ class CallShape:
 
     @property
     def marker(self) -> str:
-        """Text with which the first call begins."""
+        """Text with which a model begins the first tool call of an answer."""
         return self.opening + self.before
 
 

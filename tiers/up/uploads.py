@@ -345,7 +345,8 @@ class Uploads:
     def _publish(self, row: Sequence[Upload]) -> None:
         """Name consecutive blocks of one prompt that have arrived, so that lookups find them.
 
-        If a block was computed in another slot in the meantime, the waiting promotions use that slot.
+        If a request has computed and named one of these blocks meanwhile, the promotions that wait for the arrived copy
+        use the request's slot instead.
         """
         promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
