@@ -109,7 +109,7 @@ def _prove(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> No
     copies.to_device(below, above)
     copies.to_host(above, above)
     if not (scratch.host.numpy()[above] == noise[below]).all():
-        raise RuntimeError("random bytes copied to the device and back have changed")
+        raise RuntimeError("a trial with random bytes copied wrong bytes")
 
 
 def _seconds(work: Callable[[], None]) -> float:
