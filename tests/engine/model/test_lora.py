@@ -543,5 +543,5 @@ def test_a_folder_of_base_and_adapter_that_transformers_puts_together_is_refused
     base = LlamaForCausalLM.from_pretrained(str(tmp_path / "base"))
     folder = save_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
 
-    with pytest.raises(UnsupportedModel, match=r"configure it in \[lora\]"):
+    with pytest.raises(UnsupportedModel, match=r"configure the adapter in \[lora\]"):
         LLM(str(folder), {}, byte_tokenizer())

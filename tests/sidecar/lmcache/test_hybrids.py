@@ -270,7 +270,7 @@ def test_an_engine_with_more_groups_than_there_are_extents_is_refused(
         client = HybridClient(bed)
 
         client.register(world_size=2)
-        assert "its 2 ranks of 2 KV cache groups need an extent each, and host memory has 3" in caplog.text
+        assert "it needs 4, one for each of 2 KV cache groups in each of 2 ranks, and host memory has 3" in caplog.text
         assert client.store_parts(DOCUMENT, "r", world_size=2) == []
 
         client.register()
