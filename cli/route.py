@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Mapping
-from types import FrameType
 
+from kvtier.cli.signals import draining_on_signals
 from kvtier.engine.config import is_loopback
 from kvtier.extras import extra
 from kvtier.routing.config import RouteConfig, route_config
@@ -53,21 +52,8 @@ async def _run(config: RouteConfig, bound: socket.socket, operators: Operators |
     from kvtier.routing.server import RouteServer
 
     server = RouteServer(config, bound, operators, keys)
-    loop, signals = asyncio.get_running_loop(), []
-
-    def end(number: int, _: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:
-            os._exit(128 + number)
-        log.info("signal %s: draining; a second signal stops at once", signal.Signals(number).name)
-        loop.call_soon_threadsafe(server.stop)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with draining_on_signals(server.stop):
         await server.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _plan(config: RouteConfig, has_operators: bool) -> list[str]:

@@ -8,9 +8,9 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from kvtier.cli.early_checks import check_device, check_files, check_model
+from kvtier.cli.signals import draining_on_signals
 from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, merge_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.extras import extra
@@ -99,14 +99,7 @@ async def _run(
     audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
     operating = None if operators is None or audit is None else Operating(operators, audit)
     server = build_server(model, config, bound, name, keys, operating=operating, shows_bars=shows_bars)
-    loop, signals = asyncio.get_running_loop(), []
-
-    def end(number: int, _: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:  # Stop at once without flushing. Everything written before is intact.
-            os._exit(128 + number)
-        log.info("signal %s: draining; a second signal stops at once", signal.Signals(number).name)
-        loop.call_soon_threadsafe(server.stop)
+    loop = asyncio.get_running_loop()
 
     def read_keys() -> None:
         try:
@@ -122,13 +115,12 @@ async def _run(
         server.replace_keys(read)
         log.info("SIGHUP: reloaded the API keys of %d tenants", len(read.tenants))
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys))
+    before = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys))
     try:
-        return await server.run()
+        with draining_on_signals(server.stop):
+            return await server.run()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, before)
 
 
 def _bound(host: str, port: int) -> socket.socket:

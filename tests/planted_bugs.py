@@ -1991,6 +1991,13 @@ BUGS = [
         "tests/sidecar/test_sidecar_http.py",
     ),
     Bug(
+        "a signal's handler logs, which raises if it has interrupted a log line",
+        "cli/signals.py",
+        "loop.call_soon_threadsafe(drain, number)",
+        "drain(number)",
+        "tests/cli/test_signals.py",
+    ),
+    Bug(
         "kvtier explain leaves out a chat's tools",
         "cli/explain.py",
         '"messages", "tools",',
