@@ -19,7 +19,7 @@ from kvtier.web.json_client import JsonClient
 _TIMEOUT_S = 60.0
 _OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
 _PATH = "/v1/kvtier/explain"
-_FIELDS = (  # of a completion or chat request, those that decide its prompt and where the prompt is cached
+FIELDS = (  # of a completion or chat request, those that decide its prompt and where the prompt is cached
     *("prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("reasoning_effort", "model", "cache_salt"),
 )
@@ -104,7 +104,7 @@ def _question(options: argparse.Namespace) -> dict[str, object]:
         except RecursionError:
             raise ValueError(f"--prompt {options.prompt}: the JSON is nested too deep; give a prompt") from None
         if isinstance(found, dict) and ("messages" in found or "prompt" in found):
-            question = {name: found[name] for name in _FIELDS if name in found}
+            question = {name: found[name] for name in FIELDS if name in found}
     given = {"model": options.model, "cache_salt": options.cache_salt, "request_id": options.id}
     return question | {name: value for name, value in given.items() if value is not None}
 

@@ -65,15 +65,19 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     pin = _verb(verbs, "pin", "keep the cached blocks of a prompt in host memory")
     what = pin.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="FILE", help="UTF-8 text file; -: standard input; sidecars need --token-ids")
-    what.add_argument("--token-ids", metavar="FILE", help="a JSON array of token ids; -: standard input")
+    what.add_argument(
+        "--prompt", metavar="FILE", help="UTF-8 text file, or - for standard input (a sidecar needs --token-ids)"
+    )
+    what.add_argument(
+        "--token-ids", metavar="FILE", help="file with a JSON array of token ids, or - for standard input"
+    )
     pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="duration: 90s, 30m, 12h, 7d")
     pin.add_argument(
         "--model",
         type=utf8_text,
         metavar="NAME",
-        help="model or LoRA adapter whose requests use the prompt; for a sidecar, the model of an attached engine "
-        "(default: the server's model; a sidecar has no default)",
+        help="model or LoRA adapter that the prompt is for (default: the server's model); a sidecar has no "
+        "default and needs the model of an attached engine",
     )
     pin.add_argument(
         "--tenant", type=utf8_text, metavar="NAME", help="the tenant whose requests use the prompt (default: none)"

@@ -205,7 +205,7 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """Return the result, an item of type *kind* that ends *items*. On a terminal, show the progress before it."""
+    """Return the last of *items*, the result of type *kind*. The items before are progress, shown on a terminal."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())

@@ -123,7 +123,9 @@ def _add_remove(commands: _Commands, run: _Run, what: str) -> None:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=path, metavar="STORE", help="the store's folder: the setting path in [disk]")
+    parser.add_argument(
+        "store", type=path, metavar="STORE", help="the store's folder, as in disk.path of the configuration"
+    )
 
 
 def _count(text: str) -> int:

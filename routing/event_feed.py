@@ -155,7 +155,7 @@ class EventFeed:
         await self._begin_with(told)
 
     async def _begin_with(self, told: Told) -> None:
-        """Take the earlier batches that the publisher can replay without a gap, and then the batch *told*."""
+        """Process the batches before *told* that the publisher can replay without a gap, then *told* itself."""
         if told.seq:  # batches that were published while the subscription began were missed
             self._take_tail(await self._replay(0))
         if self._last is None or told.seq == self._last.seq + 1:

@@ -58,7 +58,7 @@ class Fingerprints:
     def chain_array(
         self, before: Fingerprint, tokens: NDArray[np.unsignedinteger], block_size: int
     ) -> NDArray[np.uint64]:
-        """Return as an array the fingerprints after each full block of *tokens*; *before* is the one before them."""
+        """Return the fingerprints after each full block of *tokens*. *before* is the fingerprint before the first."""
         num_blocks = len(tokens) // block_size
         powers = self._powers.pop(block_size, None) or _Powers(block_size)
         self._powers[block_size] = powers  # the most recently used is last

@@ -83,7 +83,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One continuation of one prompt."""
+    """A continuation of a prompt."""
 
     index: int
     text: str
@@ -150,7 +150,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One continuation of a conversation."""
+    """A continuation of a conversation."""
 
     index: int
     message: ChatMessage

@@ -78,7 +78,7 @@ Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
+    """A message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
 
     Unknown fields are ignored, see `unknown_fields`. *reasoning_content*, *reasoning* and *thinking* are the names that
     different servers use for the model's thoughts before its answer.

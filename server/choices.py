@@ -17,7 +17,7 @@ Scores: TypeAlias = Sequence[TokenLogprobs | None]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion to generate; *index* is its place in the answer."""
+    """A completion to generate; *index* is its place in the answer."""
 
     index: int
     prompt: Sequence[int]

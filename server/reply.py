@@ -21,7 +21,7 @@ PADDED_BYTES = 32  # a token has up to about 20 bytes, so the chunks of nearly a
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One finished choice of an answer that is not streamed. *index* is its position in the answer's `choices`."""
+    """A finished choice of an answer that is not streamed. *index* is its position in the answer's `choices`."""
 
     index: int
     completion: Completion

@@ -24,7 +24,7 @@ class RoomFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One request in the waiting room. `WaitingRoom.enter` creates it in the task that answers the request."""
+    """A request in the waiting room. `WaitingRoom.enter` creates it in the task that answers the request."""
 
     tenant: str | None
     num_completions: int
@@ -121,9 +121,9 @@ class WaitingRoom:
     def reject_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
         """Reject every request that the engine has not started, with the error that *refusal* returns.
 
-        *in_engine* lists the prompts, as token ids, that wait in the engine. A request is also rejected if it was
-        passed to the engine, but all of its prompts (`Visit.prompts`) still wait there. Prompts are compared by
-        identity, not by value.
+        These are the requests in the waiting room, and those requests in the engine of which all prompts
+        (`Visit.prompts`) still wait there. *in_engine* lists the prompts, as token ids, that wait in the engine.
+        Prompts are compared by identity, not by value.
         """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
@@ -163,7 +163,7 @@ class WaitingRoom:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        """Let waiting requests go to the engine, up to its limit on completions.
+        """Send waiting requests to the engine, up to the engine's limit on completions.
 
         If the next request would exceed the limit, it waits, and so do all requests behind it, even smaller ones.
         """
@@ -187,7 +187,7 @@ class WaitingRoom:
 
 
 class _Pace:
-    """The rate at which a tenant's completions leave the `WaitingRoom`, measured while it contains any of them."""
+    """Completions of a tenant that leave the `WaitingRoom` per second, while any of the tenant's completions wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

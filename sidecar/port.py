@@ -46,7 +46,7 @@ class Framing(Protocol[_M_co]):
 
 
 class Client(Generic[_M]):
-    """One client's connection. Other modules use this object to identify the client, and to send to it."""
+    """The connection of a client. Other modules use this object to identify the client, and to send to it."""
 
     def __init__(self, connection: socket.socket, framing: Framing[_M], now: float) -> None:
         self.connection = connection
@@ -70,7 +70,7 @@ class Client(Generic[_M]):
 
 
 class Message(NamedTuple, Generic[_M]):
-    """One message from a client."""
+    """A message from a client."""
 
     client: Client[_M]
     content: _M

@@ -28,13 +28,13 @@ class SharedStore:
         return WholeStore(self, b"")
 
     def report_cleared(self, keys: Sequence[bytes]) -> None:
-        """Pass *keys*, which an operator has deleted or evicted, to the `StoreView` of the namespace of each."""
+        """Tell the `StoreView` of each key's namespace that an operator has deleted or evicted the key."""
         for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
                 view.cleared.put(key)
 
     def split_evicted(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
-        """Return the *evicted* keys of *namespace*. Pass all other keys to the `StoreView` of the namespace of each."""
+        """Return those *evicted* keys that belong to *namespace*. Pass the rest to the views of their namespaces."""
         own = []
         for key in evicted:
             if key.startswith(namespace):

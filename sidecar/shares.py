@@ -72,7 +72,7 @@ class LeaseCounts:
 
 
 class Share:
-    """One client's leases in host memory, and the chunks that are being read from disk for the client.
+    """The leases of a client in host memory, and the chunks that are being read from disk for the client.
 
     Created by `Shares.of`. Code that leases slots for the client has to report each lease to this object. A chunk
     counts once per client, even if several of the client's requests use it.
@@ -102,9 +102,8 @@ class Share:
     def num_affordable(self, wanted: Sequence[Wanted]) -> int:
         """Return the largest n such that the client may lease the first n chunks of every group in *wanted*.
 
-        Of a group with fewer than n chunks, the client may lease all. Chunks that it has already leased cost nothing. A
-        client without leases may lease at least one chunk per group, unless it may only lease a part of host memory
-        (*part* of the constructor).
+        Of a group with fewer than n chunks, the client may lease all. Chunks that it has already leased cost nothing.
+        A client without leases may lease at least one chunk per group, unless the constructor's *part* limits clients.
         """
         limit = max(len(each.places) for each in wanted)
         own, of_all = np.zeros((2, limit), np.int64)  # bytes that each chunk costs

@@ -12,7 +12,7 @@ MAX_KEY_BYTES = 511  # LMDB's limit; all stores share it, so that they are inter
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One block to store.
+    """A block to store.
 
     *raw* is a contiguous view of bytes in the caller's memory, which must not change during the call. *digest* is
     `record.digest` of these bytes, computed when they were produced. So a read also detects damage that happened

@@ -233,7 +233,7 @@ class Residency:
         chain: BlockChain | None,
         start: int,
     ) -> list[int]:
-        """Let lookups find blocks that have been loaded to the device. Return for each block the device slot to use.
+        """Name blocks that were loaded to the device, so that lookups find them. Return the device slot of each block.
 
         This is the block's slot in *slots*, or another slot if the same block was computed there in the meantime. The
         caller has leased *slots*. The blocks are those of *chain* from block *start* on. *chain* is None if no request

@@ -20,7 +20,7 @@ class LaneClosed(Exception):
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One unit of work for a lane, such as a copy of blocks. A finished transfer has a `result` or an `error`.
+    """A unit of work for a lane, such as a copy of blocks. A finished transfer has a `result` or an `error`.
 
     The thread that owns the lane submits the transfer. The lane runs it and puts it into the `Finished` queue. The
     owner takes it from there and calls `deliver`.

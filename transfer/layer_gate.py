@@ -25,13 +25,13 @@ class LayerGate:
         return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
 
     def open_next(self) -> None:
-        """Let the computing thread use the next part of the layers. Call this when that part has been copied."""
+        """Open the next part of the layers to the computing thread. Call this when that part has been copied."""
         with self._condition:
             self._num_open += 1
             self._condition.notify_all()
 
     def open_all(self) -> None:
-        """Let the computing thread go on without waiting. Call this if no more layers will be copied."""
+        """Open all layers, so that the computing thread stops waiting. Call this if no more layers will be copied."""
         with self._condition:
             self._num_open = self.num_parts
             self._condition.notify_all()

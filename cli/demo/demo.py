@@ -51,7 +51,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One row of the demo's table: one or more questions about the document, and what was measured.
+    """A row of the demo's table: the questions that one step asks about the document, and the measurements.
 
     *name* is the kind of step: in "host", for example, the document's KV is in host memory. *ttft_s* is the TTFT of the
     first question; in the step "device", it is the median of all questions.

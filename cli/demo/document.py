@@ -140,7 +140,7 @@ TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact of a document: the code of *name* is *word*."""
+    """A fact of a document: the code of *name* is *word*."""
 
     name: str
     word: str

@@ -10,7 +10,7 @@ UNCERTAIN = "\N{REPLACEMENT CHARACTER}"  # text of every token that is only a pa
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of an answer, and the most likely tokens at its position with their natural log probabilities."""
+    """A token of an answer, and the most likely tokens at its position with their natural log probabilities."""
 
     token: str
     top: Mapping[str, float]
@@ -35,9 +35,9 @@ def distance(one: Answer, other: Answer) -> float | None:
     """Return the distance of two answers to one prompt: the largest difference between log probabilities of a token.
 
     The answers are compared position by position, up to the first one where their tokens differ. Later tokens cannot be
-    compared, because the text before them differs. Answers list only the most likely tokens. If only one answer lists
-    a token, the token's log probability in the other answer is at most the lowest one listed there. The difference to
-    this limit counts, or 0 if the token is below the limit.
+    compared, because the text before them differs. Answers list only the most likely tokens. A token
+    that only one answer lists counts as if the other answer had it with the lowest log probability that the other
+    answer lists, but not more than its own.
 
     Without log probabilities, the distance is 0 for equal texts and infinite for others. Returns None if there is
     nothing to compare.

@@ -29,7 +29,7 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's KV cache on this rank."""
+    """The KV cache of a layer on this rank."""
 
     pages: torch.Tensor  # [num_pages, page_bytes] uint8
     part: slice  # the bytes of a host slot that belong to this layer and rank

@@ -115,7 +115,8 @@ class SchedulerHalf:
         """Return the copies that workers must make in a step.
 
         *num_scheduled* has the number of tokens that vLLM computes for each request. *pages_of* returns the current
-        pages of a request. vLLM may change the *overwritten* pages before the workers can copy them.
+        pages of a request. Blocks in *overwritten* pages are not stored, because vLLM may change these pages before the
+        workers copy them.
         """
         self._has_polled = False
         if not num_scheduled and self.side.is_waiting:

@@ -409,7 +409,7 @@ class SchedulerSide:
             self.counts.remote_tokens += num_tokens[Tier.REMOTE]
 
     def _refresh(self, tracked: TrackedRequest, end: int) -> None:
-        """Mark as recently used the blocks that the request needs to continue at *end*.
+        """Mark the blocks that the request reads when it continues at token *end* as recently used.
 
         They are marked in reverse order, so that the first block is evicted last.
         """

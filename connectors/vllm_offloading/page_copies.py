@@ -32,7 +32,7 @@ class PageIds(Ids, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One of vLLM's KV cache tensors and its part of the host pool.
+    """A KV cache tensor of vLLM and its part of the host pool.
 
     *pages* is int8 [num_pages, page_bytes], *chunks* is int8 [num_chunks, pages_per_chunk, page_bytes]. Layers that
     share memory share a tensor.

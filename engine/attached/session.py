@@ -1,4 +1,4 @@
-"""One connection of an engine to its sidecar."""
+"""A connection of an engine to its sidecar."""
 
 import contextlib
 import errno

@@ -383,7 +383,7 @@ class SidecarTiers:
         return any(stock.is_waiting for stock in self._stocks) or self._fetches.is_any_waiting
 
     def _wake_when_heard(self) -> None:
-        """Let the sidecar's next answer wake a thread waiting for copies, if a fetch, query or store needs an answer.
+        """Wake the thread that waits for copies at the sidecar's next answer, if a fetch, query or store needs one.
 
         An answer that only reserves spare slots wakes no thread, and is processed at the next poll.
         """

@@ -33,7 +33,7 @@ class GpuShare:
 
     @classmethod
     def of(cls, config: Config, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Self:
-        """Divide the memory of *device* for a *model* with weights in *dtype*. Raise ValueError if it is not a GPU.
+        """Divide a GPU's memory among *model* (weights in *dtype*), its steps and KV. Raise ValueError for a CPU.
 
         The model itself may be on the meta device, without weights.
         """

@@ -37,7 +37,7 @@ ALIGNMENT = 4  # int32 words, because Triton recompiles for a pointer that is no
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch of a step, for all segments that are computed with the same tile size."""
+    """A kernel launch of a step, for all segments that are computed with the same tile size."""
 
     tile_rows: int
     tile_queries: int

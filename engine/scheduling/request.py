@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request's priority and use of the cache.
+    """The priority of a request and how it may use the cache.
 
     A lower *priority* is more urgent. Without *reads_cache*, all tokens are computed. At most *max_load_tokens* are
     loaded from tiers below the device; None means no limit.

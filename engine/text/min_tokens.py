@@ -80,7 +80,7 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Return whether normalizer and pre-tokenizer keep all characters. They may compose two into one, as NFC does."""
+    """Return whether normalizer and pre-tokenizer drop no character. Composing two into one (NFC) is allowed."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )

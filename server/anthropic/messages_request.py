@@ -62,7 +62,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks

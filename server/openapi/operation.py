@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one route. *errors* has the HTTP statuses of its errors, except those that all routes have."""
+    """An HTTP method of a route. *errors* has the HTTP statuses of its errors, except those that all routes have."""
 
     tag: str
     method: str

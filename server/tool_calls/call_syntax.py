@@ -19,7 +19,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One or more tool calls that are written together, for example as a JSON list.
+    """A group of tool calls that the model writes together, for example as a JSON list.
 
     *end* is the index of the first character of the text after these calls.
     """

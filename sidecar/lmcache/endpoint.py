@@ -419,7 +419,9 @@ class LmcacheEndpoint:
         if worker is None or key.wants_no_load:
             return None
         if len(self._promises) >= MAX_PROMISES:
-            raise Refused("promises", f"a lookup gets no hit, because {MAX_PROMISES} hits are already kept for engines")
+            raise Refused(
+                "promises", f"a lookup gets no hit: the limit of {MAX_PROMISES} hits that are not loaded yet is reached"
+            )
         chunks = range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
         every = self._blocks(key, range(chunks.stop))
         before, blocks = every.names[: chunks.start], every.since(chunks.start)
@@ -489,7 +491,7 @@ class LmcacheEndpoint:
         return True
 
     def _refuse_held(self, load: Load) -> bool:
-        """Refuse the load if its answer is still delayed, and return whether it was.
+        """Refuse the load if its answer is still delayed. Return whether the load was refused.
 
         Called when the worker has ended the load. The worker no longer waits for the answer, and will not use it.
         """
@@ -576,7 +578,7 @@ class LmcacheEndpoint:
     def _promise_of(
         self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
     ) -> Promise | None:
-        """Return the promise (a hit whose chunks are leased) of this request that has these chunks for the worker.
+        """Return the request's promise (a hit whose chunks are leased) from which the worker can load these chunks.
 
         Returns None if there is none. It may still be unknown how many of the promise's chunks can be loaded.
         """

@@ -40,7 +40,7 @@ class Lookups:
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """Create counts of zero.
+        """Create the counts, all of them 0.
 
         This object passes only loads and stores to *tracer*. To trace lookups, make *tracer* a listener of *records*.
         """

@@ -297,7 +297,7 @@ class Promise:
 
     @property
     def depths(self) -> bytes:
-        """One byte for each chunk that can be loaded: the `Tier.depth` of the slowest tier that had a part of it."""
+        """Tiers of the chunks that can be loaded, as one byte (`Tier.depth`) per chunk: the slowest that had a part."""
         depths = np.full(self.num_chunks, Tier.HOST.depth, np.uint8)
         for own in self.chunks:
             np.maximum(depths, own.depths(self.num_chunks), out=depths)

@@ -19,7 +19,7 @@ MAX_PINGED = 4096  # workers that are not attached, and whose first ping is reme
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """One attached worker process, with the connection at which it registered."""
+    """An attached worker process, with the connection at which it registered."""
 
     instance_id: int
     client: Client[list[bytes]]

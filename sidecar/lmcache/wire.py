@@ -87,7 +87,7 @@ class Key(Struct, frozen=True):
 
 
 class GroupLayout(Struct, frozen=True):
-    """One KV cache group of a worker's layout."""
+    """A KV cache group of a worker's layout."""
 
     num_layers: _Positive
     hidden_dim_size: _Positive

@@ -59,7 +59,7 @@ class BlockSlots:
 
 
 class BlockShape(NamedTuple):
-    """One group of blocks (see `BlockGroup`), each with *block_size* tokens and *block_bytes* bytes."""
+    """A group of blocks (see `BlockGroup`), each with *block_size* tokens and *block_bytes* bytes."""
 
     block_size: int
     forgets: bool

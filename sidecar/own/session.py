@@ -47,7 +47,7 @@ class SessionCounts:
 
 @dataclass(eq=False, slots=True)
 class Fetched:
-    """One fetch of the engine: blocks to be leased in host memory, after they are read from disk if necessary.
+    """A fetch of the engine: blocks to be leased in host memory, after they are read from disk if necessary.
 
     *is_open* is True for each block that is leased or being waited for, and False after it was released or has failed.
     """

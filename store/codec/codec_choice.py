@@ -59,9 +59,9 @@ class CodecChoice:
         return type(self), (self._compressed,)  # pickled for the store's process, which takes its own measurements
 
     def pick(self, raw: memoryview) -> Codec:
-        """Return the codec for *raw*. The first and every 64th block is encoded and decoded to measure speeds.
+        """Return the codec for the block *raw*. The first and every 64th block are encoded to measure speeds.
 
-        Raises ValueError if *raw* is such a block, and the compressing codec cannot encode it.
+        Raises ValueError if a block to measure cannot be encoded by the compressing codec.
         """
         with self._lock:
             is_sample = self._num_picked % _BLOCKS_PER_SAMPLE == 0

@@ -29,8 +29,8 @@ class Fp8Codec:
     m / 28,000, the error is also at most 1/15 of the element. Both limits ignore errors of up to 2^-25 in float16, or
     2^-121 in the other types, which come from the limited range of exponents.
 
-    Zeros decode to zeros and NaN to NaN. An infinity decodes to a finite number of the same sign, with at least 24/25
-    of the largest magnitude of its type.
+    Zeros decode to zeros and NaN to NaN. An infinity decodes to a finite number of the same sign, whose
+    magnitude is at least 24/25 of the largest finite number of the block's dtype.
 
     The codec must not share a namespace with lossless codecs, because a key would have two contents. So the caller
     names the codec in `Namespace.kv_quantization`.

@@ -335,7 +335,7 @@ class StoreProcess:
 
 
 class _Worker:
-    """One process of the store, from its start to its end, and the channels to it."""
+    """A process of the store, from its start to its end, and the channels to it."""
 
     def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
         self._folder = settings.folder

@@ -226,7 +226,7 @@ def _spans(places: Iterable[Place]) -> list[_Span]:
 
 
 class _Call:
-    """One call of a method of the store: runs its requests until the deadline, and collects their errors."""
+    """A call of one of the store's methods. Runs the call's requests until the deadline, and collects their errors."""
 
     def __init__(self, calls: ParallelCalls, deadline: float) -> None:
         self.errors: list[RemoteUnavailable] = []

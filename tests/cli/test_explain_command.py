@@ -12,7 +12,9 @@ from serving import BLOCK_SIZE, MODEL, TEMPLATE, ServerInThread, chat_tokenizer,
 from sidecars import TOKEN, running_sidecar, small_config
 from small_models import build
 
+from kvtier.cli.explain import FIELDS
 from kvtier.cli.main import main
+from kvtier.server.explain_routes import ExplainRequest
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 3
 
@@ -141,6 +143,10 @@ def test_a_chat_in_a_file_is_the_prompt_that_the_server_made_of_it(
     (found,) = json.loads(capsys.readouterr().out)["data"]
     assert found["prompt_tokens"] == asked.json()["usage"]["prompt_tokens"]
     assert {row["missed"] for row in found["rows"]} <= {None, "last_block"}
+
+
+def test_every_field_of_the_question_is_taken_from_the_file() -> None:
+    assert set(FIELDS) == set(ExplainRequest.__struct_fields__) - {"request_id"}  # an argument of its own
 
 
 @pytest.mark.parametrize(

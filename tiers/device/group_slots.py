@@ -244,7 +244,7 @@ class GroupSlots:
     def on_evicted_below(self, slots: Ids) -> None:
         """Mark these slots dirty, because the lower tiers evicted the copies of their blocks, for example for room.
 
-        Unlike other dirty slots, `uncopied` does not return them, because new copies would only evict other blocks.
+        `uncopied` does not return these slots, unlike other dirty slots: new copies would only evict other blocks.
         """
         if self.is_spilled and len(slots):
             self.on_copies_lost(slots)
@@ -349,7 +349,7 @@ class GroupSlots:
         return oldest[~self.dirty.among(oldest)][:limit]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
-        """Record that the slots are no longer dirty, and return the names of the blocks in those that were."""
+        """Record that the slots are clean, and return the names of the blocks in those that were dirty before."""
         if not self.dirty.any_among(slots):
             return set()
         marked = slots[self.dirty.among(slots)]

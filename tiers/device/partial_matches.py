@@ -83,8 +83,8 @@ class PartialMatches:
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
         """Yield the slot of each block together with the slot of its parent, the block before it in the prompt.
 
-        Blocks whose parent is not in *pool* are left out. So are blocks with extra keys (for example a LoRA adapter),
-        because the table does not have their parents' names.
+        Left out are blocks whose parent is not in *pool*, and blocks with extra keys (for example a LoRA adapter),
+        whose parents this table does not record.
         """
         self._take_in()
         for slot in range(pool.num_slots):

@@ -15,7 +15,7 @@ SLOTS_AT_ONCE = 256  # slots of host memory scanned per call: 0.1 ms of the owne
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Page:
-    """One page of the disk's index, while this page is being read from the store."""
+    """A page of the disk's index, which is being read from the store."""
 
     attempt: Attempt
     opening: int  # number of the store's opening whose index is read

@@ -202,8 +202,7 @@ class Reads:
             if block_read is None:
                 origin = Origin(blocks.parents[place], blocks.tenant)
                 under_way[name] = block_read = BlockRead(group_id, name, origin, self._source.tier)
-            is_later = block_read in self._wanted_later
-            if now and (is_new or is_later):
+            if now and (is_new or block_read in self._wanted_later):
                 self._wanted_later.pop(block_read, None)
                 self._wanted_now[block_read] = None
                 self._num_wanted_now[group_id] += 1

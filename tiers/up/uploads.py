@@ -48,7 +48,7 @@ class LayeredUpload:
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy the blocks a few layers at a time, and let the computing thread use these layers then (`LayerGate`)."""
+        """Copy the blocks a few layers at a time. After each time, the `LayerGate` lets computing use these layers."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():

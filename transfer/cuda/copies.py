@@ -41,7 +41,7 @@ class Ends:
 
 
 class BlockCopies(Protocol):
-    """One method to copy blocks. Several threads may use it at once.
+    """A method to copy blocks. Several threads may use it at once.
 
     The caller has checked the slots with `slot_pairs`, and each slot is a target at most once. A copy runs on the
     calling thread's current stream, after the operations already enqueued there, and is complete when the call returns.

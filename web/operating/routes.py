@@ -27,7 +27,7 @@ class Operating:
         self._refused = RefusedTokens(audit, clock)
 
     async def answer(self, request: Request, operated: Operated) -> Response:
-        """Let the server *operated* carry out the command in the request's path. Raise `ApiError` if that fails."""
+        """Run the command in the request's path on the server *operated*. Raise `ApiError` if that fails."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:

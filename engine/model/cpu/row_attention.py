@@ -30,7 +30,7 @@ NUM_SAMPLE_LAYERS, SAMPLE_LAYER = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One thread's part of a step's attention: some rows, each the single token of a request, and some query heads."""
+    """The part of a step's attention that a thread computes: some query heads of some rows (single tokens)."""
 
     rows: slice
     heads: tuple[int, int]  # the first head, and the one after the last

@@ -94,8 +94,8 @@ class Ranking:
         """Sort the tokens of one bin (tokens of similar weight) of each row, the most likely first.
 
         Returns:
-            The token ids, `[rows, longest]` with padding. In the same shape, for each token, the sum of its weight and
-            the weights of all tokens before it in the row's order. The number of tokens in the bin, `[rows, 1]`.
+            The token ids, `[rows, longest]` with padding. Their running sums, in the same shape: each is the sum of the
+            weights of all tokens of the row up to this one. The number of tokens in the bin, `[rows, 1]`.
         """
         rows, ids = (self._bins == bin_ids).nonzero(as_tuple=True)  # ids rise within a row
         counts = torch.bincount(rows, minlength=len(bin_ids))

@@ -41,7 +41,7 @@ class Grammar:
 
 
 class GrammarState:
-    """One completion's position in its grammar, which determines the tokens that may be sampled next.
+    """The position of a completion in its grammar, which determines the tokens that may be sampled next.
 
     The position depends only on the sampled tokens, so a preempted request continues where it was. End tokens are
     allowed only where the grammar lets the text end. Owned by the sampler of its request.

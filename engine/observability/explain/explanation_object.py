@@ -56,7 +56,7 @@ class ExplanationObject(msgspec.Struct, frozen=True):
 
 
 class ExplanationList(msgspec.Struct, frozen=True):
-    """One explanation for each choice of a request."""
+    """The explanations of a request, one for each of its choices."""
 
     object: Literal["list"]
     data: list[ExplanationObject]

@@ -81,8 +81,8 @@ class SeenContents:
         """Return the fields in which a request differs from the most similar earlier request with the same tokens.
 
         *content* is the digest of these tokens. *way* has the request's fields: its salt, adapter and namespace.
-        Earlier requests are those added while `num_added` was less than *before*. Requests that the client may not know
-        of (see `Way.may_see`) are ignored, and so are those with equal fields. If no other is left, the list is empty.
+        Only the first *before* requests that were added count as earlier. Requests that the client may not know of (see
+        `Way.may_see`) are ignored, and so are those with equal fields. If no request is left, the list is empty.
         """
         ways = [
             other for other, first_at in self._ways.get(content, {}).items() if first_at < before and way.may_see(other)

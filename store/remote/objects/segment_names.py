@@ -23,9 +23,9 @@ TOP = 8  # intervals of the top level have 256 blocks on average: 32 MiB of bloc
 MAX_BYTES = 64 << 20  # of values in a segment, unless one alone has more; a longer interval is cut at a lower level
 
 
-# An interval has at most this many times as many blocks as follow it in its run. Other prompts may have only the
-# beginning of the run (a document) in common. They cannot use an interval that extends beyond the document, so
-# intervals get shorter towards the end of the run.
+# If n blocks follow an interval in its run, the interval has at most this many times n blocks. Other prompts may have
+# only the beginning of the run (a document) in common. They cannot use an interval that extends beyond the document,
+# so intervals get shorter towards the end of the run.
 _TIMES_WHAT_FOLLOWS = 4
 _ALWAYS_ALLOWED = 8  # blocks that an interval may have in any case
 

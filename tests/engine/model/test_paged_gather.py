@@ -50,6 +50,19 @@ def test_a_segment_masks_what_its_kind_of_attention_does_not_read(group: Attenti
     assert not any(is_read(group, query, key) for query in queries for key in range(part.first_key))
 
 
+@pytest.mark.parametrize("group", KINDS, ids=["full", "sliding", "chunked"])
+def test_the_mask_of_numbers_hides_the_same_keys_and_is_made_once_for_all_layers(group: AttentionGroup) -> None:
+    (part,) = parts(group, [(30, 25)])
+    mask, added = part.mask, part.added_mask(torch.bfloat16)
+
+    assert mask is not None
+    assert added is not None
+    assert added.dtype == torch.bfloat16
+    assert torch.equal(added == 0, mask)
+    assert torch.equal(added == float("-inf"), ~mask)
+    assert part.added_mask(torch.bfloat16) is added
+
+
 @pytest.mark.parametrize("span", [(7, 13), (30, 25)])
 def test_the_mask_that_cuda_knows_by_name_is_the_one_of_a_suffix(span: tuple[int, int]) -> None:
     (part,) = parts(FullAttention(SIZE), [span])

@@ -18,7 +18,7 @@ NOTHING = bytes(32)  # a name that no block has, to test whether the store answe
 
 
 class RemoteInquiry:
-    """One request's query to a remote tier. It is done when the answer is known or would come too late."""
+    """The query of a request to a remote tier. It is done when the answer is known or would come too late."""
 
     def __init__(self, is_done: bool = False) -> None:
         self.is_done = is_done
