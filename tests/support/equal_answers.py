@@ -1,5 +1,6 @@
 """Prompts, configurations and greedy answers that must be the same from every tier."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -24,9 +25,23 @@ READ_TIMEOUT_S = 60.0  # of what takes milliseconds: an answer that recomputed f
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
+FILLER = 0  # the first token of fillers, and of no prompt that a test asks about
+
+
+_FILLER_SEEDS = itertools.count(10**6)
+
+
 def prompt_of(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+    prompt = [rng.randrange(VOCAB) for _ in range(num_tokens)]
+    assert prompt[0] != FILLER, f"seed {seed} makes a filler"
+    return prompt
+
+
+def filler(num_tokens: int = NUM_TOKENS) -> list[int]:
+    """Return a new prompt that shares no prefix, not even one token to copy, with a prompt that a test asks about."""
+    rng = random.Random(next(_FILLER_SEEDS))
+    return [FILLER, *(rng.randrange(VOCAB) for _ in range(num_tokens - 1))]
 
 
 def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float, bytes_per_token: int = 1024) -> dict:
@@ -47,12 +62,12 @@ def push_down(
     Then every block has its copies: a request that had to wait for room would have what it needs read from disk
     meanwhile, and find it in host memory.
     """
-    for seed in range(100, 160):
+    for _ in range(60):
         warm = [there for there in llm.core.cache.lookups.where(chain_of(llm, prompt)) if there is not None]
         if all(there.depth > tier.depth for there in warm):
             assert llm.core.cache.drain.flush(READ_TIMEOUT_S) == 0, "blocks without a copy on disk"
             return
-        llm.generate(prompt_of(seed + random.randrange(10**6), num_tokens), sampling)
+        llm.generate(filler(num_tokens), sampling)
     raise AssertionError(f"the prompt never left the {tier} tier")
 
 
