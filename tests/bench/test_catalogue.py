@@ -80,10 +80,22 @@ def test_each_question_is_asked_by_one_result() -> None:
     assert sorted(asked) == sorted(there)
 
 
+# Even the quick runs of these take half a minute to a minute.
+SLOW = {
+    "attached",
+    "cache_control",
+    "observability_cost",
+    "observability_tokens",
+    "owner_thread",
+    "prefix_core",
+    "store",
+}
+
+
 def quick_runs(with_engines: bool) -> list[Any]:
     """A parameter for each result that needs foreign engines, or for each that needs none."""
     return [
-        pytest.param(name, missing, id=name)
+        pytest.param(name, missing, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
         for name, _, needs, missing in RESULTS
         if ("ENGINES" in needs) is with_engines
     ]
