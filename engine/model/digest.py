@@ -79,7 +79,8 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
     *harmless* are prefixes of the full names of hooks that are allowed.
     """
     own = vars(module)
-    for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
+    # Copied, because another thread's `generate` may add and remove hooks meanwhile.
+    for hook in [hook for hooks in _HOOKS for hook in tuple(own[hooks].values())]:
         if not (name := _function_name(hook)).startswith(harmless):
             return f"a hook ({name})"
     # Allow accelerate's forward, which only moves tensors between devices, and kvtier's packed linear layers, which are

@@ -101,7 +101,7 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, str, A
     for prefix, module in model.named_modules():
         own = vars(module)
         for holder in (own["_parameters"], own["_buffers"], own["_modules"]):
-            for key, part in holder.items():
+            for key, part in tuple(holder.items()):  # another thread may change it meanwhile
                 yield holder, key, f"{prefix}.{key}" if prefix else key, part
 
 

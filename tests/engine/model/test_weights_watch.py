@@ -7,6 +7,7 @@ import torch
 from small_models import build
 from transformers import PreTrainedModel
 
+from kvtier.engine.model.digest import find_hook_or_forward
 from kvtier.engine.model.weights_watch import WeightsWatch
 
 
@@ -72,3 +73,22 @@ def test_weights_of_inference_mode_are_watched_by_samples() -> None:
         model.lm_head.weight.mul_(2)
 
     assert watch.sampled_change() == "lm_head.weight was changed"
+
+
+def test_a_hook_that_another_thread_adds_meanwhile_ends_no_check() -> None:
+    """`generate` adds and removes hooks of transformers while another thread's prompt is checked."""
+    layer = torch.nn.Linear(2, 2)
+
+    class Recorder:
+        @property
+        def __module__(self) -> str:  # read while the hooks are checked
+            layer.register_forward_hook(lambda *_: None)
+            return "transformers.utils"
+
+        def __call__(self, *_: object) -> None:
+            pass
+
+    for _ in range(2):
+        layer.register_forward_hook(Recorder())
+
+    assert find_hook_or_forward(layer, ("transformers.",)) is None
