@@ -28,9 +28,14 @@ LONGEST_README = 120
 TABLES = {name: field.type for name, field in ((field.name, field) for field in msgspec.structs.fields(Config))}
 
 
+def commands_of(page: Path) -> list[str]:
+    """Return the examples of commands in *page*, and of output."""
+    return [*examples_of(page, ""), *examples_of(page, "sh"), *examples_of(page, "text")]
+
+
 def words_of(page: Path) -> list[str]:
     """The words of all code in *page*: between backticks, and in examples."""
-    return " ".join([*code_of(page), *examples_of(page, "")]).split()
+    return " ".join([*code_of(page), *commands_of(page)]).split()
 
 
 def keys_of(table: str) -> set[str]:
@@ -97,7 +102,7 @@ def test_each_benchmark_that_is_named_is_there(page: str) -> None:
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_make_target_that_is_named_exists(page: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    code = "\n".join([*code_of(ROOT / page), *examples_of(ROOT / page, "")])
+    code = "\n".join([*code_of(ROOT / page), *commands_of(ROOT / page)])
 
     assert [target for target in re.findall(r"^make ([\w-]+)", code, re.MULTILINE) if target not in targets] == []
 

@@ -21,8 +21,8 @@ class Link:
 
 
 def pages() -> list[Path]:
-    """The documents: README, DESIGN and the like at the top, those of `docs/` and of the examples."""
-    return [path for pattern in ("*.md", "docs/*.md", "examples/**/*.md") for path in sorted(ROOT.glob(pattern))]
+    """Return the documents: README, DESIGN and others at the top, and all in `docs/` and `examples/`."""
+    return [path for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in sorted(ROOT.glob(pattern))]
 
 
 def links_of(page: Path) -> list[Link]:
