@@ -1,7 +1,7 @@
 """The process behind a `StoreProcess`: an `LmdbStore` and the threads that serve it. Started by `python -m`.
 
 The process ends at once, as if killed, when a socket is closed or its parent ends. Then the next process can open the
-store.
+store. It ignores SIGTERM, SIGHUP and SIGINT, because its parent flushes blocks to the store after such a signal.
 """
 
 import contextlib
@@ -114,7 +114,9 @@ class StoreServer:
 
 def main() -> None:
     """Open the store that the first request describes, and serve it until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C
+    # A service manager or a terminal may send these to all processes at once. The client handles them, and still writes.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     files, memories, num_writers, parent = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sockets = [socket.socket(fileno=file) for file in files]

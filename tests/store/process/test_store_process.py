@@ -242,6 +242,27 @@ def test_a_process_that_ended_between_two_calls_costs_none(store: StoreProcess) 
     assert store.num_starts == 2
 
 
+@pytest.mark.parametrize("end_of_service", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
+def test_signals_that_end_a_whole_service_leave_the_process_to_its_owner_which_still_writes(
+    store: StoreProcess, monkeypatch: pytest.MonkeyPatch, end_of_service: signal.Signals
+) -> None:
+    store.put_many([blob_of(1, BLOCK_BYTES)])
+    pid = pid_of(store)
+    ask = Channel.ask
+
+    def signal_and_ask(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
+        os.kill(pid, end_of_service)
+        return ask(channel, question, timeout_s)
+
+    monkeypatch.setattr(Channel, "ask", signal_and_ask)
+    store.put_many([blob_of(n, BLOCK_BYTES) for n in range(2, 6)])
+
+    assert [read(store, n) for n in range(1, 6)] == [digest(kv_bytes(n, BLOCK_BYTES)) for n in range(1, 6)]
+    assert (store.num_starts, store.num_ended) == (1, 0)
+    store.close()
+    assert has_ended(pid)
+
+
 def test_a_file_cut_short_under_the_process_ends_that_one_only(store: StoreProcess, tmp_path: Path) -> None:
     store.put_many([blob_of(n, BLOCK_BYTES) for n in range(20)])
     os.truncate(tmp_path / "store" / "data.mdb", 0)  # what a medium does that fails to read a mapped page: SIGBUS
