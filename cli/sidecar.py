@@ -1,13 +1,11 @@
 """The `kvtier sidecar` command: prints the settings and how to attach engines, then serves engines."""
 
-import json
-import os
 from collections.abc import Mapping
 
 from kvtier.engine.config import size_text
+from kvtier.sidecar.attach_commands import attach_commands
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.endpoints import socket_path
-from kvtier.sidecar.lmcache.wire import NEEDED_CLIENT
 from kvtier.sidecar.process import run_process, url_of, validate
 
 
@@ -28,28 +26,6 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     return 0 if checks_only else run_process(config)
 
 
-def attach_command(config: SidecarConfig) -> str:
-    """Return the shell command that starts a vLLM engine attached to the sidecar."""
-    assert config.lmcache is not None, "no endpoint for LMCache's client"
-    extra: dict[str, object] = {}
-    scheme, _, address = config.lmcache.listen.partition("://")
-    if scheme == "ipc":  # a path has no host and port, which the client would join with a colon
-        extra["lmcache.mp.server_urls"] = [config.lmcache.listen]
-    else:
-        host, _, port = address.rpartition(":")
-        extra |= {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
-    # If the sidecar is gone, an engine stalls for mq_timeout seconds. The client's default is five minutes.
-    extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 5}
-    extra["lmcache.mp.heartbeat_interval"] = 2
-    transfer = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(transfer, separators=(',', ':'))}'"
-
-
 def _plan(config: SidecarConfig) -> list[str]:
     lines = [f"host memory  {size_text(config.host.capacity)}, allocated in extents of {size_text(config.extent)}"]
     if config.disk is None:
@@ -66,9 +42,9 @@ def _plan(config: SidecarConfig) -> list[str]:
         lines.append("kvtier       no socket: neither $XDG_RUNTIME_DIR nor /run is writable; give --socket PATH")
     if path is not None:
         lines.append(f"kvtier       {path}")
-        lines.append(f"\nAttach kvtier's own engine:\n\n  kvtier serve --sidecar unix://{os.path.abspath(path)}\n")
     if config.lmcache is not None:
         lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
-        lines.append("\nAttach vLLM 0.32 or 0.33. In its environment:\n")
-        lines.append(f"  pip install '{NEEDED_CLIENT}'\n  {attach_command(config)}\n")
+    for attach in attach_commands(config):
+        commands = "\n".join(f"  {line}" for line in attach.lines)
+        lines.append(f"\nAttach {attach.engine}:\n\n{commands}\n")
     return lines

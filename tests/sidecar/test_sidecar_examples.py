@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.cli.sidecar import attach_command
 from kvtier.engine.config import parse_bytes
+from kvtier.sidecar.attach_commands import attach_commands, lmcache_command
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
@@ -146,6 +146,22 @@ def test_the_engine_is_told_what_the_sidecar_says_to_tell_it(
 ) -> None:
     (engine,) = objects["Pod"]["spec"]["containers"]
     given = engine["args"][1].removeprefix("--kv-transfer-config=")
-    printed = shlex.split(attach_command(in_cluster))[-1]
+    printed = shlex.split(lmcache_command(in_cluster))[-1]
 
     assert json.loads(given) == json.loads(printed)
+
+
+def test_kvtiers_own_connector_is_the_first_way_to_attach_and_lmcaches_client_the_last() -> None:
+    path = "/run/kvtier/own.sock"
+    config = sidecar_config(None, {"socket": {"path": path}})
+
+    first, second, last = attach_commands(config)
+
+    assert json.loads(shlex.split(first.lines[-1])[-1]) == {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"sidecar": path},
+    }
+    assert second.lines == (f"kvtier serve --sidecar unix://{path}",)
+    assert json.loads(shlex.split(last.lines[-1])[-1])["kv_connector"] == "LMCacheMPConnector"
