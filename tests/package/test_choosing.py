@@ -1,0 +1,68 @@
+"""The figures of docs/explanation/choosing.md are those of the committed results."""
+
+import json
+
+import pytest
+from markdown_links import ROOT
+
+PAGE = ROOT / "docs" / "explanation" / "choosing.md"
+# Each figure: the file in bench/results/, the row in it, how the page writes the value, and words of the page's row.
+FIGURES = [
+    ("strangers", "long-doc-qa: mean TTFT, with tiers", "{:.0f} ms", "Mean TTFT of questions"),
+    ("strangers", "long-doc-qa: mean TTFT, after a restart", "{:.0f} ms", "Mean TTFT of questions"),
+    ("strangers", "long-doc-qa: mean TTFT, device only", "{:.0f} ms", "Mean TTFT of questions"),
+    ("strangers", "long-doc-qa: mean TTFT, vLLM's server", "{:,.0f} ms", "Mean TTFT of questions"),
+    ("connectors_cost", "disk, after a restart of both: TTFT", "{:.0f} ms", "vLLM on our connector"),
+    ("connectors_cost", "cold, 8194 tokens: TTFT", "{:,.0f} ms", "vLLM on our connector"),
+    ("connectors_cost", "nothing reused: throughput of that without a connector", "{:.2f}", "vLLM, nothing reused"),
+    (
+        "connectors_cost",
+        "nothing reused, a model of 4 layers: throughput of that without a connector",
+        "{:.2f}",
+        "vLLM, nothing reused",
+    ),
+    ("connectors_cold", "cold, 3074 tokens: TTFT of that without, connector", "{:.2f}", "vLLM, cold prompt"),
+    ("connectors_cold", "cold, 3074 tokens: TTFT of that without, vLLM's offloading", "{:.2f}", "vLLM, cold prompt"),
+    ("connectors_cold", "cold, 3074 tokens: TTFT of that without, LMCache", "{:.2f}", "vLLM, cold prompt"),
+    ("connectors_tiers", "restart, kvtier: TTFT", "{:.0f} ms", "vLLM's offloading with a disk"),
+    ("connectors_tiers", "restart, fs: TTFT", "{:.0f} ms", "vLLM's offloading with a disk"),
+    (
+        "connectors_tiers",
+        "nothing reused, kvtier: throughput of that without a connector",
+        "{:.2f}",
+        "without offloading",
+    ),
+    ("connectors_tiers", "nothing reused, fs: throughput of that without a connector", "{:.2f}", "without offloading"),
+    ("connectors_tiers", "churn, kvtier: taken at most, of the capacity", "{:.2f}", "Disk space"),
+    ("connectors_tiers", "churn, fs: taken at most, of the capacity", "{:.1f}", "Disk space"),
+    ("connectors_peers", "private memory, load: kvtier", "{:.1f}", "LMCache's server, loads"),
+    ("connectors_peers", "shared memory, load again: kvtier", "{:.1f} GB/s", "LMCache's server, loads"),
+    ("connectors_peers", "shared memory, load: fs_native", "{:.1f}", "LMCache's server, loads"),
+    ("connectors_peers", "shared memory, store: kvtier", "{:.2f} GB/s", "LMCache's server, stores"),
+    ("connectors_peers", "shared memory, store: fs_native", "{:.2f} GB/s", "LMCache's server, stores"),
+    (
+        "sidecar_speed",
+        "lookup of 32,768 tokens, all hits again: of LMCache's server's time",
+        "{:.1f}",
+        "lookup of 32,768",
+    ),
+    ("sidecar_speed", "lookup of 32,768 tokens, all hits: of LMCache's server's time", "{:.1f}", "lookup of 32,768"),
+    ("sidecar_speed", "store: LMCache's client, GB/s of LMCache's server", "{:.1f} times", "storing and loading"),
+    ("sidecar_crowd", "8 clients: lookup of 4,096 tokens, p99", "{:.0f} ms", "Eight LMCache clients"),
+    ("sidecar_crowd", "8 clients, LMCache's server: lookup of 4,096 tokens, p99", "{:.0f} ms", "Eight LMCache clients"),
+    ("store_peers", "hot read, 64 KiB, 4 threads: kvtier / files", "{:.2f}", "The store, compared"),
+    ("store_peers", "cold read, 64 KiB, 1 thread: kvtier / files", "{:.1f} times", "reads from the drive"),
+    ("remote_speed", "load again, 32 of 1 MiB: kvtier / LMCache resp", "{:.2f}", "Redis, loads"),
+    ("miss_cost", "TTFT, tiers on / off, median of pairs", "{:.2f}", "Nothing cached"),
+]
+
+
+@pytest.mark.parametrize(("result", "name", "style", "question"), FIGURES, ids=lambda value: str(value)[:40])
+def test_a_figure_on_the_page_is_that_of_the_committed_result(
+    result: str, name: str, style: str, question: str
+) -> None:
+    rows = json.loads((ROOT / "bench" / "results" / f"{result}.json").read_text())["rows"]
+    (value,) = (row["value"] for row in rows if row["name"] == name)
+    (line,) = (line for line in PAGE.read_text().splitlines() if line.startswith("|") and question in line)
+
+    assert style.format(value) in line
