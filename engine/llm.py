@@ -1,5 +1,7 @@
 """LLM, the synchronous API: completions of prompts, with a prefix cache that survives the process."""
 
+from __future__ import annotations  # so that help() shows the names of types, not what they stand for
+
 import sys
 import time
 import weakref
@@ -19,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.build_core import build_core
-from kvtier.engine.config import Config, ModelConfig, as_config
+from kvtier.engine.config import Config, ModelConfig, as_config, size_text
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.errors import oom_as_memory_error
@@ -56,6 +58,7 @@ class LLM:
     ) -> None:
         self.config = as_config({} if config is None else config)
         self._calls = OneCaller("LLM")
+        self._description = described("LLM", model, self.config)
         self._is_callers_model = isinstance(model, PreTrainedModel)
         loaded, tokenizer = load_model(model, self.config.model, tokenizer)
         self.core = build_core(loaded, tokenizer, self.config)
@@ -73,18 +76,24 @@ class LLM:
         *,
         lora: str | None = None,
         cache_salt: str | None = None,
-        extra: ExtraKeys = NO_EXTRA_KEYS,
+        extra: ExtraKeys | None = None,
         skip_reading_prefix_cache: bool = False,
         max_load_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
         """Generate continuations of all prompts (texts or token ids) in one batch, and return them in order.
 
-        *sampling* defaults to `default_sampling`. *lora* is the name of an adapter of the configuration. Prompts share
-        cached blocks only with prompts of the same adapter, *cache_salt* and *extra* keys. With
-        *skip_reading_prefix_cache* all tokens are computed. *max_load_tokens* limits the tokens that each prompt loads
-        from slower tiers than the device. *progress* shows a progress bar. By default a bar is shown on a terminal, for
-        at least `MIN_PROMPTS_FOR_PROGRESS` prompts.
+        Prompts share cached blocks only with prompts of the same *lora*, *cache_salt* and *extra*.
+
+        Args:
+            prompts: One prompt or several; a prompt is a text or a sequence of token ids.
+            sampling: Sampling parameters; by default those of `default_sampling`.
+            lora: Name of a LoRA adapter of the configuration.
+            cache_salt: Name of the tenant whose blocks the prompts may use, and whose quota they count in.
+            extra: Further keys that separate the blocks of these prompts from those of others.
+            skip_reading_prefix_cache: Compute all tokens, even if they are cached.
+            max_load_tokens: Limit on the tokens that each prompt loads from slower tiers than the device.
+            progress: Whether to show a progress bar. By default a terminal shows one for at least four prompts.
 
         Raises:
             ValueError: If a prompt cannot fit the device pool, or the adapter is not loaded.
@@ -140,7 +149,7 @@ class LLM:
         *,
         lora: str | None = None,
         cache_salt: str | None = None,
-        extra: ExtraKeys = NO_EXTRA_KEYS,
+        extra: ExtraKeys | None = None,
     ) -> dict[str, int]:
         """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that are not cached."""
         with self._calls:
@@ -178,6 +187,9 @@ class LLM:
         self._metrics.close()
         if self._closer.detach() is not None:
             self.core.close(progress)
+
+    def __repr__(self) -> str:
+        return self._description
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -229,6 +241,23 @@ def model_name(model: str | Path | PreTrainedModel, config: Config) -> str:
     return Checkpoint.of(model).served_name
 
 
+def described(kind: str, model: str | Path | PreTrainedModel, config: Config) -> str:
+    """Return the `repr` of an object of class *kind*: its model, and its tiers with their sizes."""
+    name = model.config.name_or_path or type(model).__name__ if isinstance(model, PreTrainedModel) else str(model)
+    device = config.device
+    share = device.gpu_memory_utilization
+    tiers = [f"device={size_text(device.capacity) if share is None else f'{share:.0%} of GPU memory'}"]
+    if config.sidecar is not None:
+        tiers.append(f"sidecar={config.sidecar}")
+    if config.host is not None:
+        tiers.append(f"host={size_text(config.host.capacity)}")
+    if config.disk is not None:
+        tiers.append(f"disk={size_text(config.disk.capacity)} at {config.disk.path}")
+    if config.remote is not None:
+        tiers.append("remote=yes")  # its URL may hold a password
+    return f"<{kind} {name}: {', '.join(tiers)}>"
+
+
 def torch_device(name: str) -> torch.device:
     """Return the device called *name*; "auto" is a GPU if there is one. Raise ValueError for "cuda" without a GPU."""
     if name == "auto":
@@ -254,12 +283,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
     return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
 
-def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
+def keyed(core: EngineCore, extra: ExtraKeys | None, lora: str | None, cache_salt: str | None) -> ExtraKeys:
     """Return *extra* with the cache salt and the key of the adapter called *lora*. If one is None, do not add it.
 
     Raises:
         ValueError: If the adapter is not loaded.
     """
+    extra = NO_EXTRA_KEYS if extra is None else extra
     if cache_salt is not None:
         extra = replace(extra, cache_salt=cache_salt)
     return extra if lora is None else replace(extra, lora=core.lora_key(lora))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.connectors.transformers import KVTierCache
-    from kvtier.engine.async_llm import AsyncLLM, StreamChunk
+    from kvtier.engine.async_engine import StreamChunk
+    from kvtier.engine.async_llm import AsyncLLM
     from kvtier.engine.config import Config, ConfigError, load_config
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.errors import UnsupportedModel
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "engine.async_llm": ["AsyncLLM", "StreamChunk"],
+    "engine.async_engine": ["StreamChunk"],
+    "engine.async_llm": ["AsyncLLM"],
     "engine.config": ["Config", "ConfigError", "load_config"],
     "connectors.transformers": ["KVTierCache"],
     "engine.llm": ["LLM"],

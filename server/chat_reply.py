@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvtier.engine.async_llm import StreamChunk
+from kvtier.engine.async_engine import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.server.answers import (

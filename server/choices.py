@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvtier.engine.async_llm import AsyncLLM, StreamChunk
+from kvtier.engine.async_engine import AsyncEngine, StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import RequestOptions
@@ -33,7 +33,7 @@ class ChoicePiece:
 
 
 async def generate(
-    llm: AsyncLLM,
+    llm: AsyncEngine,
     choices: Sequence[Sequence[Choice]],
     lora: str | None,
     cache_salt: str | None,

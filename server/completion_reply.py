@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvtier.engine.async_llm import StreamChunk
+from kvtier.engine.async_engine import StreamChunk
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion
 from kvtier.server.answers import CompletionAnswer, CompletionChoice, CompletionLogprobs

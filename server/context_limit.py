@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_engine import AsyncEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class ContextLimit:
     option: str  # the setting that determines how many tokens fit in device memory
 
     @classmethod
-    def of(cls, llm: AsyncLLM) -> "ContextLimit":
+    def of(cls, llm: AsyncEngine) -> "ContextLimit":
         """Return the limit of the engine *llm*, whose model is loaded."""
         has_share = llm.config.device.gpu_memory_utilization is not None
         option = "device.gpu_memory_utilization" if has_share else "device.capacity"

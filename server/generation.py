@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.async_llm import AsyncLLM, StreamChunk
+from kvtier.engine.async_engine import AsyncEngine, StreamChunk
 from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
@@ -208,7 +208,7 @@ class Generation:
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
-    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncEngine) -> list[Prompt]:
         """Return the tokenized prompts; raise ApiError 400 for an unknown token id, or for a text that is too long.
 
         A text that is far too long is not tokenized to its end. `_choices` makes the exact check.
@@ -235,7 +235,7 @@ class Generation:
                 )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
-    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
+    def _choices(self, prompts: Sequence[Prompt], llm: AsyncEngine, tools: ToolUse) -> list[list[Choice]]:
         """Return a list of choices for each prompt; raise ApiError 400 if a prompt is too long."""
         asked = self._asked
         structured = tools.structured

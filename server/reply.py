@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtier.engine.async_llm import StreamChunk
+from kvtier.engine.async_engine import StreamChunk
 from kvtier.engine.scheduling.request import Completion
 from kvtier.server.generation_request import StreamOptions
 from kvtier.web.api_error import ApiError

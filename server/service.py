@@ -4,7 +4,7 @@ import asyncio
 import time
 from contextlib import suppress
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.config import Config
 from kvtier.server.app import shutting_down
 from kvtier.server.conversations import Conversations
@@ -26,7 +26,7 @@ class Service:
         config: Config,
         models: ServedModels,
         entrance: Entrance,
-        llm: AsyncLLM,
+        llm: AsyncEngine,
         documents: Documents,
         tool_format: ToolFormat,
     ) -> None:

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineStatistics
 from kvtier.engine.observability.metrics.collector import EngineCollector
@@ -191,10 +191,10 @@ async def load_app(
 ) -> ServingApp:
     """Load the model, restore the stored documents, and return the app that serves requests.
 
-    Raises the errors of `AsyncLLM.start` and `Documents.open`. If the caller is cancelled, the engine's thread
+    Raises the errors of `AsyncEngine.start` and `Documents.open`. If the caller is cancelled, the engine's thread
     finishes loading before it ends.
     """
-    llm = AsyncLLM(model, config, tokenizer, set_stage)
+    llm = AsyncEngine(model, config, tokenizer, set_stage)
     await llm.start()
     set_stage("reading documents")
     is_strict = entrance.is_strict

@@ -1066,7 +1066,7 @@ BUGS = [
     ),
     Bug(
         "a question that wants to end its thread ends the engine, and is never answered",
-        "engine/async_llm.py",
+        "engine/async_engine.py",
         "except BaseException as error:  # an error of *question*",
         "except Exception as error:  # an error of *question*",
         "tests/engine/test_cancelling.py",

@@ -1,6 +1,7 @@
 """Checkpoint: a model's files, from which transformers loads configuration, weights and tokenizer."""
 
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Checkpoint:
         from transformers import AutoModelForCausalLM
 
         settings: dict[str, object] = {"dtype": dtype}
-        with self._in_one_line():
+        with self._in_one_line(), _bars_on_terminals_only():
             if self.gguf_file is not None:
                 from transformers import GgufConfig, modeling_gguf_pytorch_utils
                 from transformers.utils import logging
@@ -126,6 +127,21 @@ class Checkpoint:
             raise _Unusable(
                 f"model {self.name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub"
             ) from error
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Keep transformers' progress bars out of logs and pipes. On a terminal, the caller's choice stays."""
+    from transformers.utils import logging
+
+    silences = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if silences:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+    try:
+        yield
+    finally:
+        if silences:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
 
 
 class _Unusable(ValueError):

@@ -94,7 +94,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller aborted the request, or its grammar became too costly
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """The answer to one prompt. *tokens* counts the prompt's tokens by the tier that they came from."""
 
@@ -107,6 +107,10 @@ class Completion:
     stop: str | None = None  # the stop string that ended the request
     # Log-probabilities of the prompt's tokens, if requested; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        answer = f"{len(self.token_ids)} tokens, finish_reason={self.finish_reason}, ttft_s={self.ttft_s:.3f}"
+        return f"<Completion {self.text!r}: {answer}; prompt: {self.tokens}>"
 
 
 @dataclass(eq=False, slots=True)

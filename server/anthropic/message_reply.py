@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvtier.engine.async_llm import StreamChunk
+from kvtier.engine.async_engine import StreamChunk
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.server.answers import MessageAnswer, MessageStart, MessageUsage
 from kvtier.server.anthropic.answer_blocks import BlockStream, typed_event, whole_blocks

@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.config import Config
 from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.server.documents.document import MAX_PINNED_S, Document, check_id
@@ -43,7 +43,7 @@ class Documents:
     engine's thread have the same documents.
     """
 
-    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
+    def __init__(self, llm: AsyncEngine, worker: DocumentWorker, folder: DocumentFiles, max_per_tenant: int) -> None:
         """Create an instance without documents; `open` restores them. Only the thread of *llm* may use *worker*."""
         self._llm = llm
         self._worker = worker
@@ -60,7 +60,7 @@ class Documents:
 
     @classmethod
     async def open(
-        cls, llm: AsyncLLM, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
+        cls, llm: AsyncEngine, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
     ) -> Self:
         """Open the folder of *config*, restore its documents and pins, and queue documents that were never computed.
 
@@ -370,7 +370,7 @@ def _pinned_s(document: Document) -> float:
     return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
 
 
-async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
+async def _open_folder(llm: AsyncEngine, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
         log.info("documents are lost when this process ends; %s", persistence_advice(config.sidecar))
         return MemoryFiles()

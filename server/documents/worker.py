@@ -45,8 +45,8 @@ class DocumentState:
 class DocumentWorker:
     """The part of `Documents` that runs in the engine's thread: it computes documents, and pins documents and prompts.
 
-    It has the queue of documents to compute, and all pins. `AsyncLLM.add_attendant` creates it in the engine's thread,
-    which then calls `tick` after every step, and finally `end`.
+    It has the queue of documents to compute, and all pins. `AsyncEngine.add_attendant` creates it in the engine's
+    thread, which then calls `tick` after every step, and finally `end`.
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:

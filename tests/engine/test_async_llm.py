@@ -26,7 +26,8 @@ from async_play import (
 from small_models import VOCAB, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier import AsyncLLM, FinishReason
+from kvtier import FinishReason
+from kvtier.engine.async_engine import AsyncEngine
 
 PROCESS_TIMEOUT_S = 300.0  # for what takes seconds
 
@@ -83,7 +84,7 @@ def test_a_stop_string_ends_the_stream_before_itself(model: PreTrainedModel) -> 
 def test_salts_and_skipping_work_as_in_llm(model: PreTrainedModel) -> None:
     prompt = prompt_of(1, 100)
 
-    async def hit(llm: AsyncLLM, **options: object) -> int:
+    async def hit(llm: AsyncEngine, **options: object) -> int:
         return completion_of(await read(llm.generate(prompt, greedy(2), **options))).tokens.device
 
     async def story() -> None:
@@ -122,7 +123,7 @@ def test_leaving_a_stream_early_frees_its_leases_and_disturbs_no_other(model: Pr
     stays = prompt_of(1, 60)
     expected = plain_greedy(model, stays, 40)
 
-    async def leave(llm: AsyncLLM) -> None:
+    async def leave(llm: AsyncEngine) -> None:
         stream = llm.generate(prompt_of(2, 300), greedy(1000))
         begun = asyncio.Event()
 

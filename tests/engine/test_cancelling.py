@@ -27,7 +27,7 @@ from cancelling import cancelled_at
 from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier import AsyncLLM
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.core import EngineCore
 
 DEADLINE_S = 600.0  # reached only when something waits for ever
@@ -38,11 +38,11 @@ def play(story: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(story, DEADLINE_S))
 
 
-def device_only(model: PreTrainedModel) -> AsyncLLM:
+def device_only(model: PreTrainedModel) -> AsyncEngine:
     """An engine without host memory: no copies, so that at rest nothing is leased."""
     device = {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE}
     scheduler = {"prefill_chunk": 64, "token_budget": 128}
-    return AsyncLLM(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())
+    return AsyncEngine(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it(
 
 @LATE
 def test_a_stream_that_is_cancelled_anywhere_leases_nothing(model: PreTrainedModel, late: bool) -> None:
-    async def reading(llm: AsyncLLM, seed: int) -> None:
+    async def reading(llm: AsyncEngine, seed: int) -> None:
         async with aclosing(llm.generate(prompt_of(seed, 100), greedy(6))) as stream:
             async for _ in stream:
                 pass
@@ -115,20 +115,20 @@ def test_a_stream_that_is_cancelled_anywhere_leases_nothing(model: PreTrainedMod
     play(story())
 
 
-async def ask(llm: AsyncLLM) -> None:
+async def ask(llm: AsyncEngine) -> None:
     await llm.ask(lambda core: core.cache.check())
 
 
-async def ask_wrongly(llm: AsyncLLM) -> None:
+async def ask_wrongly(llm: AsyncEngine) -> None:
     with pytest.raises(ZeroDivisionError):
         await llm.ask(lambda core: 1 // 0)
 
 
-async def tokenize(llm: AsyncLLM) -> None:
+async def tokenize(llm: AsyncEngine) -> None:
     await llm.with_tokenizer(lambda tokenizer: tokenizer("text"))
 
 
-async def reset(llm: AsyncLLM) -> None:
+async def reset(llm: AsyncEngine) -> None:
     await llm.reset_prefix_cache()
 
 
@@ -136,7 +136,7 @@ async def reset(llm: AsyncLLM) -> None:
 @LATE
 @pytest.mark.parametrize("wait", [ask, ask_wrongly, tokenize, reset])
 def test_the_engine_goes_on_when_a_question_is_cancelled(
-    model: PreTrainedModel, wait: Callable[[AsyncLLM], Coroutine[object, object, None]], late: bool
+    model: PreTrainedModel, wait: Callable[[AsyncEngine], Coroutine[object, object, None]], late: bool
 ) -> None:
     async def story() -> None:
         async with device_only(model) as llm:

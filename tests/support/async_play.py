@@ -1,4 +1,4 @@
-"""Stories that are played with an AsyncLLM."""
+"""Stories that are played with an AsyncEngine."""
 
 import asyncio
 import random
@@ -8,7 +8,8 @@ from pathlib import Path
 from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier import AsyncLLM, Completion, SamplingParams, StreamChunk
+from kvtier import Completion, SamplingParams, StreamChunk
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.core import EngineCore
 
 BLOCK_SIZE = 16
@@ -23,7 +24,7 @@ NUM_SLOTS = 200
 DEADLINE_S = 180.0  # of a story that takes a second: reached only when a test fails
 
 
-def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncLLM:
+def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncEngine:
     tables: dict[str, object] = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": NUM_SLOTS * BLOCK_BYTES},
@@ -31,7 +32,7 @@ def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int)
     }
     if folder is not None:
         tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}
-    return AsyncLLM(model, tables, byte_tokenizer())
+    return AsyncEngine(model, tables, byte_tokenizer())
 
 
 def play(story: Coroutine[object, object, None]) -> None:

@@ -16,7 +16,7 @@ from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TokenBalance:
     """The number of a prompt's tokens that came from each tier, and the number that were recomputed.
 
@@ -35,6 +35,18 @@ class TokenBalance:
     def num_tokens(self) -> int:
         """Length of the prompt."""
         return self.device + self.host + self.disk + self.remote + self.recomputed
+
+    def __str__(self) -> str:
+        """Return the counts in words, such as "2,176 device, 14 recomputed (14 never_seen)"."""
+        tiers = {"device": self.device, "host": self.host, "disk": self.disk, "remote": self.remote}
+        parts = [f"{num_tokens:,} {tier}" for tier, num_tokens in tiers.items() if num_tokens]
+        if self.recomputed or not parts:
+            reasons = ", ".join(f"{num_tokens:,} {reason}" for reason, num_tokens in self.reasons.items() if num_tokens)
+            parts.append(f"{self.recomputed:,} recomputed" + (f" ({reasons})" if reasons else ""))
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<TokenBalance {self}>"
 
     def plus(self, other: "TokenBalance") -> "TokenBalance":
         """Return the sum of this balance and *other*."""

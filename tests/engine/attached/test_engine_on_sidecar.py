@@ -17,7 +17,8 @@ from small_models import VOCAB, build, byte_tokenizer
 from transformers import PreTrainedModel
 from waiting import DEADLINE_S, wait_for
 
-from kvtier import LLM, AsyncLLM, Completion, SamplingParams
+from kvtier import LLM, Completion, SamplingParams
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.scheduling.request import Request
 from kvtier.server.documents.documents import Documents
 from kvtier.server.documents.draft import Draft
@@ -383,7 +384,7 @@ def test_a_pinned_document_is_warm_again_after_the_sidecar_was_killed(
     token_ids = prompt_of(16, DOCUMENT_TOKENS)
 
     async def story() -> None:
-        async with AsyncLLM(model, configuration(socket), byte_tokenizer()) as llm:
+        async with AsyncEngine(model, configuration(socket), byte_tokenizer()) as llm:
             documents = await Documents.open(llm, llm.config, lambda document: document.cache_salt, num_tenants=1)
             draft = Draft(None, token_ids=token_ids, system=None, form=None, lora=None, cache_salt=None)
             document, _ = await documents.put(None, "report", draft)

@@ -25,7 +25,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import wait_for
 
-from kvtier import AsyncLLM, SamplingParams
+from kvtier import SamplingParams
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
@@ -90,13 +91,13 @@ def remove(folder: Path) -> None:
 def play(
     model: PreTrainedModel,
     config: dict,
-    story: Callable[[AsyncLLM, Documents], Coroutine[object, object, None]],
+    story: Callable[[AsyncEngine, Documents], Coroutine[object, object, None]],
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
     """Run *story* with an engine and its documents, as one process would."""
 
     async def whole() -> None:
-        async with AsyncLLM(model, config, tokenizer or chat_tokenizer()) as llm:
+        async with AsyncEngine(model, config, tokenizer or chat_tokenizer()) as llm:
             documents = await Documents.open(llm, llm.config, salt_of, num_tenants=1)
             await story(llm, documents)
             await llm.ask(lambda core: core.cache.check())
@@ -143,14 +144,14 @@ async def until(documents: Documents, document: Document, condition: Callable[[D
     return await documents.residence(document)
 
 
-async def ask(llm: AsyncLLM, prompt: list[int], cache_salt: str | None = None) -> Completion:
+async def ask(llm: AsyncEngine, prompt: list[int], cache_salt: str | None = None) -> Completion:
     async for piece in llm.generate(prompt, SamplingParams(max_tokens=6, ignore_eos=True), cache_salt=cache_salt):
         if piece.completion is not None:
             return piece.completion
     raise AssertionError("no completion")
 
 
-async def flush_device(llm: AsyncLLM, num_prompts: int = 4, num_tokens: int = 2500) -> None:
+async def flush_device(llm: AsyncEngine, num_prompts: int = 4, num_tokens: int = 2500) -> None:
     """Compute so many other prompts that no earlier block is left on the device."""
     rng = random.Random(num_prompts)
     for _ in range(num_prompts):
@@ -161,7 +162,7 @@ async def flush_device(llm: AsyncLLM, num_prompts: int = 4, num_tokens: int = 25
 
 
 def test_a_document_is_computed_and_a_prompt_that_begins_with_it_computes_only_the_rest(model: PreTrainedModel) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 1000))
         prompt = [*document.token_ids.tolist(), 7, 8, 9]
 
@@ -182,7 +183,7 @@ def test_a_document_is_computed_and_a_prompt_that_begins_with_it_computes_only_t
 def test_a_chat_that_begins_with_the_document_finds_all_of_it(model: PreTrainedModel, system: str | None) -> None:
     tokenizer, text = chat_tokenizer(), text_of(2, 1000)
 
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", draft(text, system=system))
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": f"{text}\nWho wrote it?"})
@@ -226,7 +227,7 @@ def test_with_tokens_of_many_characters_nearly_all_of_a_document_is_common_to_it
 
 
 def test_without_a_chat_template_a_text_is_text(model: PreTrainedModel) -> None:
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", draft(text_of(3, 100)))
         assert (document.form, document.num_tokens) == (Form.TEXT, 100)
         with pytest.raises(ValueError, match="chat template"):
@@ -236,7 +237,7 @@ def test_without_a_chat_template_a_text_is_text(model: PreTrainedModel) -> None:
 
 
 def test_one_document_at_a_time_is_computed_and_deleting_cancels(model: PreTrainedModel) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         first, is_new = await documents.put(None, "first", tokens_draft(1, 2500))
         second, _ = await documents.put(None, "second", tokens_draft(2, 2500))
         third, _ = await documents.put(None, "third", tokens_draft(3, 300))
@@ -317,7 +318,7 @@ def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrained
     tokenizer = chat_tokenizer()
     tokenizer.add_tokens(["<new>"])  # for which the model has no row
 
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         document, _ = await documents.put(None, "report", draft(token_ids=[1, VOCAB]))
         where = await until(documents, document, lambda it: it.status is Status.FAILED)
         assert "the model knows 0 to 255" in (where.error or "")
@@ -338,7 +339,7 @@ def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrained
 
 
 def test_putting_the_same_again_changes_nothing_and_something_else_replaces_it(model: PreTrainedModel) -> None:
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         first = await put(documents, "report", tokens_draft(1, 100))
         again, is_new = await documents.put(None, "report", tokens_draft(1, 100))
         assert (again, is_new) == (first, False)
@@ -350,7 +351,7 @@ def test_putting_the_same_again_changes_nothing_and_something_else_replaces_it(m
 
 
 def test_tenants_have_documents_of_their_own_and_not_too_many(model: PreTrainedModel) -> None:
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 100), "ann")
         assert [documents.find(tenant, "report") for tenant in ("ann", "bob", None)] == [document, None, None]
         assert documents.of("bob") == []
@@ -371,7 +372,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
 ) -> None:
     now = 0.0
 
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         await llm.ask(with_pins_by(lambda: now))
         document = await put(documents, "report", tokens_draft(1, 1000))
         await documents.pin(document, 60.0)
@@ -405,7 +406,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_a_document_of_a_model_with_windows_is_pinned_and_found(name: str) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 1000))
         await documents.pin(document, 60.0)
         await until(documents, document, lambda it: it.is_held)
@@ -426,7 +427,7 @@ def test_a_document_of_no_unicode_is_refused_before_anything_is_made_of_it(field
 
 
 def test_what_cannot_be_held_is_refused_and_unpinning_makes_room(model: PreTrainedModel) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         first = await put(documents, "first", tokens_draft(1, 1000))
         second = await put(documents, "second", tokens_draft(2, 1000))
         await documents.pin(first, 60.0)
@@ -450,7 +451,7 @@ def test_what_cannot_be_held_is_refused_and_unpinning_makes_room(model: PreTrain
 def test_warming_brings_a_document_from_disk_to_host_memory_or_to_the_device(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 1000))
         await flush_device(llm, num_prompts=8)
         await until(documents, document, lambda it: it.tokens["disk"] == 992)
@@ -470,7 +471,7 @@ def test_warming_brings_a_document_from_disk_to_host_memory_or_to_the_device(
 @pytest.mark.long
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_what_was_evicted_says_so_and_is_computed_again_when_it_is_wanted(model: PreTrainedModel, tier: Tier) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 1000))
         await flush_device(llm, num_prompts=6)
         where = await documents.residence(document)
@@ -493,7 +494,7 @@ def test_documents_and_pins_are_there_after_a_restart_and_questions_load(
 ) -> None:
     pinned, other, unfinished = tokens_draft(1, 1000), draft(text_of(2, 500)), tokens_draft(3, 2500)
 
-    async def before(_: AsyncLLM, documents: Documents) -> None:
+    async def before(_: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "pinned", pinned)
         await documents.pin(document, 3600.0)
         await put(documents, "other", other, "ann")
@@ -501,7 +502,7 @@ def test_documents_and_pins_are_there_after_a_restart_and_questions_load(
         assert documents.are_kept
         await until(documents, late, lambda it: it.num_computed > 100)
 
-    async def after(llm: AsyncLLM, documents: Documents) -> None:
+    async def after(llm: AsyncEngine, documents: Documents) -> None:
         document = documents.find(None, "pinned")
         assert document is not None
         assert document.token_ids.tolist() == pinned.token_ids
@@ -527,7 +528,7 @@ def test_documents_and_pins_are_there_after_a_restart_and_questions_load(
 
 
 def test_a_deleted_document_and_an_ended_pin_do_not_come_back(model: PreTrainedModel, tmp_path: Path) -> None:
-    async def before(_: AsyncLLM, documents: Documents) -> None:
+    async def before(_: AsyncEngine, documents: Documents) -> None:
         first = await put(documents, "first", tokens_draft(1, 100))
         await documents.pin(first, 3600.0)
         await documents.unpin(first)
@@ -536,7 +537,7 @@ def test_a_deleted_document_and_an_ended_pin_do_not_come_back(model: PreTrainedM
         await put(documents, "third", tokens_draft(3, 100))
         await documents.delete(None, "third")
 
-    async def after(llm: AsyncLLM, documents: Documents) -> None:
+    async def after(llm: AsyncEngine, documents: Documents) -> None:
         assert [document.id for document in documents.of(None)] == ["first", "second"]
         assert await llm.ask(held_bytes) == 0
 
@@ -554,12 +555,12 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
     config = tables(tmp_path, **({"encryption_key_file": str(key)} if is_encrypted else {}))
     text, folder = "a secret of some length", tmp_path / "store-documents"
 
-    async def before(_: AsyncLLM, documents: Documents) -> None:
+    async def before(_: AsyncEngine, documents: Documents) -> None:
         for name in ("flipped", "cut", "empty", "good"):
             await put(documents, name, draft(text), "ann")
         await put(documents, "exchanged", draft(text), "bob")
 
-    async def after(_: AsyncLLM, documents: Documents) -> None:
+    async def after(_: AsyncEngine, documents: Documents) -> None:
         assert [document.id for document in documents.of("ann")] == ["good"]
         assert len(documents.damaged_files("ann")) == 3
         assert len(documents.damaged_files("bob")) == 1
@@ -592,14 +593,14 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
         key.write_bytes(os.urandom(32))
         key.chmod(0o600)
 
-    async def before(_: AsyncLLM, documents: Documents) -> None:
+    async def before(_: AsyncEngine, documents: Documents) -> None:
         await put(documents, "report", draft("some text"))
 
-    async def after(_: AsyncLLM, documents: Documents) -> None:
+    async def after(_: AsyncEngine, documents: Documents) -> None:
         assert documents.of(None) == []
         assert "key" in (documents.damage_reason(None, "report") or "")
 
-    async def again(_: AsyncLLM, documents: Documents) -> None:
+    async def again(_: AsyncEngine, documents: Documents) -> None:
         assert [document.text for document in documents.of(None)] == ["some text"]
 
     play(model, tables(tmp_path, encryption_key_file=str(keys[0])), before)
@@ -612,11 +613,11 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
 def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def before(_: AsyncLLM, documents: Documents) -> None:
+    async def before(_: AsyncEngine, documents: Documents) -> None:
         await put(documents, "text", draft("some text"))
         await put(documents, "ids", tokens_draft(1, 50))
 
-    async def after(_: AsyncLLM, documents: Documents) -> None:
+    async def after(_: AsyncEngine, documents: Documents) -> None:
         (document,) = documents.of(None)
         assert bytes(document.token_ids.tolist()) != b""
         assert tokenizer.decode(document.token_ids) == "[user]some text\n"
@@ -631,7 +632,7 @@ def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed
 def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_changed(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 100))
         remove(tmp_path / "store-documents")
         for change in (
@@ -651,7 +652,7 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 def test_a_pin_whose_new_end_cannot_be_written_keeps_the_old_one(model: PreTrainedModel, tmp_path: Path) -> None:
     now = 1000.0
 
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         nonlocal now
         await llm.ask(with_pins_by(lambda: now))
         document = await put(documents, "report", tokens_draft(1, 100))
@@ -687,7 +688,7 @@ def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedMod
 
 
 def test_a_change_does_not_wait_for_all_those_of_another_tenant(model: PreTrainedModel, tmp_path: Path) -> None:
-    async def story(_: AsyncLLM, documents: Documents) -> None:
+    async def story(_: AsyncEngine, documents: Documents) -> None:
         done: list[str] = []
 
         async def delete(tenant: str, document_id: str) -> None:
@@ -708,7 +709,7 @@ def test_a_change_does_not_wait_for_all_those_of_another_tenant(model: PreTraine
 def test_a_folder_of_documents_is_open_once_at_a_time(model: PreTrainedModel, tmp_path: Path) -> None:
     folder = tmp_path / "store-documents"
 
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         await put(documents, "report", tokens_draft(1, 100))
         (folder / "being written.doc.new").write_bytes(b"half")
 
@@ -737,7 +738,7 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
     model: PreTrainedModel, tmp_path: Path, late: bool
 ) -> None:
     async def story() -> None:
-        async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
+        async with AsyncEngine(model, tables(tmp_path), chat_tokenizer()) as llm:
 
             async def open_documents() -> Documents:
                 return await Documents.open(llm, llm.config, salt_of, num_tenants=1)
@@ -760,7 +761,7 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
 def test_whatever_the_thread_of_the_disk_raises_reaches_who_waits_for_it(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         monkeypatch.setattr(DocumentFolder, "write", lambda *_: next(iter(())))
 
         with pytest.raises(RuntimeError, match="StopIteration"):
@@ -790,7 +791,7 @@ def in_folder(folder: Path) -> dict[str, tuple[list[int], bool]]:
 def test_a_change_whose_caller_is_cancelled_anywhere_is_made_as_a_whole(
     model: PreTrainedModel, tmp_path: Path, late: bool
 ) -> None:
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
+    async def story(llm: AsyncEngine, documents: Documents) -> None:
         async def pin() -> None:
             if (document := documents.find(None, "report")) is not None:
                 await documents.pin(document, 60.0)
@@ -830,13 +831,13 @@ def test_a_change_whose_caller_is_cancelled_anywhere_is_made_as_a_whole(
 def test_nothing_is_held_for_documents_whose_opening_was_cancelled(
     model: PreTrainedModel, tmp_path: Path, late: bool
 ) -> None:
-    async def pin(_: AsyncLLM, documents: Documents) -> None:
+    async def pin(_: AsyncEngine, documents: Documents) -> None:
         await documents.pin(await put(documents, "report", tokens_draft(1, 100)), 3600.0)
         await documents.put(None, "other", tokens_draft(2, 100))
 
     async def story() -> None:
         opened: list[Documents] = []
-        async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
+        async with AsyncEngine(model, tables(tmp_path), chat_tokenizer()) as llm:
 
             async def open_documents() -> None:
                 opened.append(await Documents.open(llm, llm.config, salt_of, num_tenants=1))

@@ -7,7 +7,8 @@ import pytest
 from serving import tables
 from small_models import build, byte_tokenizer
 
-from kvtier import LLM, AsyncLLM, SamplingParams
+from kvtier import LLM, SamplingParams
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
@@ -75,7 +76,7 @@ def test_a_request_that_was_aborted_in_the_queue_has_a_record_of_its_caller() ->
 
 def test_the_engine_in_its_own_thread_records_its_callers() -> None:
     async def ask() -> list[str]:
-        async with AsyncLLM(build("llama"), tables(), byte_tokenizer()) as llm:
+        async with AsyncEngine(build("llama"), tables(), byte_tokenizer()) as llm:
             async for _ in llm.generate(PROMPT, GREEDY, caller=Caller("mine")):
                 pass
             return await llm.ask(lambda core: [each.request_id for each in core.records.newest()])
