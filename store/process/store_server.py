@@ -114,7 +114,7 @@ class StoreServer:
 
 def main() -> None:
     """Open the store that the first request describes, and serve it until it is closed."""
-    # A service manager or a terminal may send these to all processes at once. The client handles them, and still writes.
+    # A service manager or a terminal may send these to all processes at once. The client may still write after them.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     files, memories, num_writers, parent = json.loads(sys.argv[1])
