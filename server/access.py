@@ -79,7 +79,7 @@ class Access:
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         path = label_of(scope["path"])
-        self._entrance.metrics.requests.labels(path, str(status)).inc()
+        self._entrance.metrics.on_answer(path, status)
         fields = {
             **facts.ids.fields(),
             "method": scope["method"],

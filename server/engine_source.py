@@ -1,13 +1,12 @@
 """EngineSource: provides the data that the dashboard of `kvtier serve` shows."""
 
 from collections.abc import Mapping
-from importlib.metadata import version
 
 from kvtier.engine.core import EngineStatistics
+from kvtier.engine.observability.memory import memory_statistics
 from kvtier.engine.observability.metrics.tiers import sources_of
 from kvtier.server.document_routes import document_object
 from kvtier.server.service import Service
-from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 from kvtier.web.dashboard import parts
@@ -19,12 +18,10 @@ from kvtier.web.dashboard.health import (
     sidecar_condition,
     tier_conditions,
 )
-from kvtier.web.dashboard.recent_values import RecentValues, quantile
-from kvtier.web.dashboard.sample import Sample
+from kvtier.web.dashboard.sample import START, Sample
 
 NUM_DOCUMENTS = 32
-TTFT_WINDOW_S = 60.0
-TTFT_SHARES = {"p50": 0.5, "p90": 0.9}
+QUANTILES_WINDOW_S = 60.0
 
 _REQUESTS = ("waiting", "promoting", "running")
 
@@ -35,7 +32,8 @@ class EngineSource:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._ages = parts.RecentAges()
-        self._ttft = RecentValues(TTFT_WINDOW_S)
+        self._ttft = parts.RecentQuantiles("ttft", QUANTILES_WINDOW_S)
+        self._token_gap = parts.RecentQuantiles("token_gap", QUANTILES_WINDOW_S)
         self.columns = (
             *parts.token_columns(),
             *(column for tier in Tier for column in parts.tier_columns(tier)),
@@ -43,13 +41,18 @@ class EngineSource:
             *parts.what_if_columns(Tier),
             *(f"requests.{state}" for state in _REQUESTS),
             "requests.answered",
-            *(f"ttft.{share}" for share in TTFT_SHARES),
+            *self._ttft.columns,
+            *self._token_gap.columns,
+            "tokens.generated",
+            *parts.http_columns(),
+            *parts.memory_columns(),
+            START,
             "pinned.bytes",
             "disk.written",
         )
         self.about: Mapping[str, object] = {
             "kind": "serve",
-            "version": version("kvtier"),
+            **parts.process_facts(),
             "name": service.models.name,
             "own_only": service.is_strict,
         }
@@ -103,19 +106,15 @@ class EngineSource:
             totals |= parts.lane_totals(route, moved)
             levels |= parts.lane_levels(route, moved)
         levels |= self._ages.levels(monotonic_s, cache.tiers) | parts.what_if_levels(statistics.requests.what_if)
-        totals["requests.answered"], ttft = self._first_tokens(statistics, monotonic_s)
+        totals |= parts.http_totals(self._service.metrics.statistics())
+        levels |= parts.memory_levels(memory_statistics(), statistics.host_prepared_bytes)
+        served = statistics.requests.served
+        totals |= {"requests.answered": served.ttft.num_values, "tokens.generated": served.num_generated}
+        levels |= self._ttft.levels(monotonic_s, served.ttft)
+        levels |= self._token_gap.levels(monotonic_s, served.token_gap)
         if cache.disk is not None:
             totals["disk.written"] = cache.disk.written_bytes_total
-        return Sample(at, monotonic_s, totals, levels | ttft, self._facts(statistics))
-
-    def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
-        """Return the number of requests with a first token, and quantiles of the last minute's times to first token."""
-        first, *others = statistics.requests.times.ttft.values()
-        for each in others:
-            first = first.plus(each)
-        recent: HistogramStatistics = self._ttft.since(monotonic_s, first)
-        shares = {name: quantile(recent, share) for name, share in TTFT_SHARES.items()}
-        return first.num_values, {f"ttft.{name}": value for name, value in shares.items() if value is not None}
+        return Sample(at, monotonic_s, totals, levels, self._facts(statistics))
 
     def _facts(self, statistics: EngineStatistics) -> dict[str, object]:
         cache = statistics.cache

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineStatistics
+from kvtier.engine.observability.memory import memory_statistics
 from kvtier.engine.observability.metrics.collector import EngineCollector
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.server import document_routes, explain_routes, generation, tokenize_routes
@@ -169,7 +170,8 @@ class ServingApp:
                 await asyncio.sleep(_TELL_EVERY_S)
 
     async def _stats(self, _: Request) -> Response:
-        return json_response(stats_view(self.service.llm.statistics()))
+        process = {"http": asdict(self.service.metrics.statistics()), "memory": asdict(memory_statistics())}
+        return json_response(stats_view(self.service.llm.statistics()) | process)
 
     async def _operate(self, operating: Operating, request: Request) -> Response:
         self.service.check_open()

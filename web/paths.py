@@ -1,6 +1,6 @@
 """The URL paths of the servers, sets of paths (such as those that need no API key), and labels for metrics."""
 
-from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
 
 STREAM, HISTORY = f"{PAGE}/stream", f"{PAGE}/history"
 DOWNLOADS = (f"{PAGE}/download.csv", f"{PAGE}/download.json")
@@ -9,6 +9,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+RESPONSES = "/v1/responses"
 MODELS = "/v1/models"
 KVTIER = "/v1/kvtier"  # prefix of routes that only kvtier has
 DOCUMENTS, STATS = f"{KVTIER}/documents", f"{KVTIER}/stats"
@@ -18,7 +19,7 @@ OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # same as in vLLM
 
 PROBES = frozenset({HEALTH, READY, VERSION})  # allowed under any host name, because monitoring may use any
-OPEN = frozenset({*PROBES, PAGE, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
+OPEN = frozenset({*PROBES, PAGE, REASONS, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # responses with data of all tenants
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled, so logged only at level debug and not traced
 _NAMED = frozenset(
@@ -27,6 +28,7 @@ _NAMED = frozenset(
         CHAT,
         MESSAGES,
         COUNT_TOKENS,
+        RESPONSES,
         TOKENIZE,
         DETOKENIZE,
         DOCUMENTS,
@@ -59,10 +61,10 @@ def label_of(path: str) -> str:
     The path itself is not used, because a document's id in it may reveal the document's content. Clients could
     also create any number of labels in the metrics by sending different paths.
     """
-    for named in (DOCUMENTS, EXPLAIN):
+    for named in (DOCUMENTS, EXPLAIN, RESPONSES):
         if path.startswith(f"{named}/"):
             return f"{named}/{{id}}"
-    if path.startswith(f"{ASSETS}/"):
+    if path.startswith(f"{ASSETS}/") or path == REASONS:
         return PAGE
     if path.startswith(f"{OPERATE}/"):
         return f"{OPERATE}/{{verb}}"

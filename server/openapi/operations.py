@@ -15,7 +15,7 @@ from kvtier.server.explain_routes import ExplainRequest
 from kvtier.server.generation_request import IGNORED, NEUTRAL
 from kvtier.server.openapi.operation import EVENTS, JSON, TEXT, Body, Operation, Outcome
 from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
-from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
 from kvtier.web.dashboard.routes import HistoryStretch
 from kvtier.web.operating import verbs
 from kvtier.web.paths import (
@@ -218,6 +218,9 @@ _WATCHED = [
     Operation("watching", "GET", VERSION, "Show the version.", {200: _json("the version of kvtier", answers.Version)}),
     Operation("watching", "GET", METRICS, "Export metrics to Prometheus.", {200: Outcome("the metrics", {TEXT: None})}),
     Operation("watching", "GET", STATS, "Show all counters.", {200: _json("the counters", dict[str, Any])}),
+    Operation(
+        "watching", "GET", REASONS, "Explain why tokens are computed.", {200: Outcome("a page", {"text/html": None})}
+    ),
     Operation("watching", "GET", PAGE, "Show the dashboard.", {200: Outcome("a page", {"text/html": None})}),
     Operation(
         "watching",

@@ -14,7 +14,7 @@ from kvtier.web.api_error import ApiError
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.connection import in_time
-from kvtier.web.dashboard.assets import ASSETS, PAGE
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
 from kvtier.web.paths import OPERATE
 from kvtier.web.request_ids import RequestIds, request_id_of
 
@@ -111,11 +111,11 @@ class Access:
         try:
             await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
         finally:
-            self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
+            self._metrics.on_answer(self._label(scope["path"]), status)
 
     def _label(self, path: str) -> str:
         """Return the label of a path in metrics. Unknown paths share a label, so clients cannot create labels."""
-        if path.startswith(f"{ASSETS}/"):
+        if path.startswith(f"{ASSETS}/") or path == REASONS:
             return PAGE
         if path in self._paths:
             return path
@@ -126,7 +126,7 @@ class Access:
         if self._token is None:
             return self._rules.refusal(scope["method"], headers)
         path = scope["path"]
-        is_open = path in (HEALTH, PAGE) or path.startswith(f"{ASSETS}/")
+        is_open = path in (HEALTH, PAGE, REASONS) or path.startswith(f"{ASSETS}/")
         if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")

@@ -33,7 +33,7 @@ from kvtier.sidecar.http.views import (
 )
 from kvtier.sidecar.layout import Layout
 from kvtier.web.api_error import ApiError, json_response
-from kvtier.web.dashboard.assets import PAGE, page_routes
+from kvtier.web.dashboard.assets import PAGE, REASONS, page_routes
 from kvtier.web.dashboard.dashboard import Dashboard
 from kvtier.web.dashboard.routes import DashboardRoutes
 from kvtier.web.operating.routes import Operating
@@ -45,7 +45,7 @@ SPILL_S = 10.0  # default wait of `/spill`
 MAX_SPILL_S = 60.0  # longest wait of `/spill`
 
 OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")  # paths under KVTIER
-PATHS = frozenset({HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(KVTIER + path for path in OWN)})
+PATHS = frozenset({HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, REASONS, *DATA_PATHS, *(KVTIER + path for path in OWN)})
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 

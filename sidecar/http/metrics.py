@@ -7,10 +7,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvtier.engine.observability.memory import memory_statistics
 from kvtier.engine.observability.metrics import names
 from kvtier.engine.observability.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.observability.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.observability.metrics.http import RequestMetrics
+from kvtier.engine.observability.metrics.memory import memory_metrics
 from kvtier.engine.observability.metrics.tiers import (
     balance_metrics,
     remote_metrics,
@@ -57,6 +59,7 @@ class _SnapshotCollector(Collector):
         yield from what_if_metrics(statistics.what_if)
         yield from route_metrics({route: statistics.routes[route] for route in _COPIES if route in statistics.routes})
         yield names.HOST_PREPARED_BYTES.of(statistics.backed_bytes)
+        yield from memory_metrics(memory_statistics())
         if statistics.remote is not None:
             yield from remote_metrics(statistics.remote)
         if statistics.disk is not None:

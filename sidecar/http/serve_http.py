@@ -3,6 +3,7 @@
 import socket
 from dataclasses import replace
 
+from kvtier.sidecar.attach_commands import attach_commands
 from kvtier.sidecar.config import SidecarConfig
 from kvtier.sidecar.http.access import Access, browser_rules, token_of
 from kvtier.sidecar.http.app import PATHS, SidecarRoutes
@@ -37,7 +38,7 @@ def serve_http(
     metrics = SidecarMetrics(config.metrics.compat)
     gate = Gate(limits_of(config), lambda why: metrics.requests.connections_refused.labels(why).inc())
     owner = Owner(sidecar, answer_s)
-    source = SidecarSource(owner)
+    source = SidecarSource(owner, attach_commands(config))
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     dashboard = Dashboard(source, keeper, config.dashboard.max_viewers)
     routes = SidecarRoutes(owner, config, metrics, dashboard, operating)

@@ -1,10 +1,12 @@
 """SidecarSource: provides the dashboard's data about a `kvtier sidecar`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 
+from kvtier.engine.observability.memory import memory_statistics
+from kvtier.sidecar.attach_commands import AttachCommand
 from kvtier.sidecar.endpoint import ConnectorCounts
 from kvtier.sidecar.http.owner import Owner
 from kvtier.sidecar.http.views import LANES, Snapshot, clients_view, snapshot_of
@@ -13,7 +15,7 @@ from kvtier.web.api_error import ApiError
 from kvtier.web.dashboard import parts
 from kvtier.web.dashboard.dashboard import NoSample
 from kvtier.web.dashboard.health import as_facts, disk_conditions, remote_conditions, tier_conditions
-from kvtier.web.dashboard.sample import Sample
+from kvtier.web.dashboard.sample import START, Sample
 
 NUM_CLIENTS = 64  # shown at most
 NUM_PINS = 64
@@ -32,7 +34,8 @@ _CHUNKS: Mapping[str, Callable[[ConnectorCounts], int]] = {
 class SidecarSource:
     """A source of samples for the dashboard, with the statistics of `/v1/kvtier/stats`. Owned by the event loop."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, attach: Sequence[AttachCommand]) -> None:
+        """Create the source. The page shows the commands *attach* while no engine is attached."""
         self._owner = owner
         self._ages = parts.RecentAges()
         self.columns = (
@@ -44,13 +47,16 @@ class SidecarSource:
             "clients",
             "pinned.bytes",
             "backed.bytes",
+            *parts.memory_columns(),
+            START,
             "disk.written",
         )
         self.about: Mapping[str, object] = {
             "kind": "sidecar",
-            "version": version("kvtier"),
+            **parts.process_facts(),
             "name": "",
             "own_only": False,
+            "attach": [asdict(each) for each in attach],
         }
 
     async def sample(self, at: float, monotonic_s: float) -> Sample:
@@ -85,6 +91,7 @@ class SidecarSource:
             totals |= parts.lane_totals(LANES[route], moved)
             levels |= parts.lane_levels(LANES[route], moved)
         levels |= self._ages.levels(monotonic_s, statistics.tiers) | parts.what_if_levels(statistics.what_if)
+        levels |= parts.memory_levels(memory_statistics(), statistics.backed_bytes)
         for name, count in _CHUNKS.items():
             totals[f"chunks.{name}"] = sum(count(endpoint) for endpoint in statistics.endpoints)
         if statistics.disk is not None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from kvtier.engine.config import DiskConfig, RemoteConfig
+from kvtier.engine.observability.memory import memory_statistics
 from kvtier.engine.stores.reopening_store import StoreStanding
 from kvtier.sidecar.config import SidecarConfig
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
@@ -82,6 +83,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
         "pins": asdict(statistics.pins),
         "quarantine": asdict(statistics.quarantine),
+        "memory": asdict(memory_statistics()),
         "what_if": what_if_view(statistics.what_if),
         "endpoints": [_endpoint_view(endpoint) for endpoint in statistics.endpoints],
     }

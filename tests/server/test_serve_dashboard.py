@@ -88,6 +88,31 @@ def test_a_tick_tells_the_numbers_of_stats_and_of_metrics(server: ServerInThread
     assert now["requests.running"] == 0
 
 
+def test_a_tick_tells_output_tokens_latencies_errors_and_memory(server: ServerInThread) -> None:
+    server.complete(prompt_of(6, 40), max_tokens=5)
+    for _ in range(3):
+        assert server.get("/no/such/path").status_code == 404
+    come_true(server.is_at_rest)
+    server.ask(lambda core: core.idle())
+
+    stats = server.get(STATS).json()
+    now = newest(server, until=lambda now: now["tokens.generated"] == stats["requests"]["served"]["num_generated"])
+    metrics = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(server.get("/metrics").text)
+        for sample in family.samples
+    }
+
+    assert now["tokens.generated"] == metrics["kvtier_generated_tokens_total"] >= 5
+    assert now["http.4xx"] == stats["http"]["num_4xx"] >= 3
+    assert (now["http.429"], now["http.5xx"]) == (stats["http"]["num_429"], stats["http"]["num_5xx"])
+    assert now["http.requests"] >= stats["http"]["num_requests"]  # the requests of this test are counted, too
+    assert now["ttft.p50"] <= now["ttft.p90"] <= now["ttft.p95"] <= now["ttft.p99"]
+    assert now["token_gap.p50"] <= now["token_gap.p99"]
+    assert now["memory.resident"] == pytest.approx(metrics["kvtier_process_resident_bytes"], rel=0.2)
+    assert now["memory.host_tier"] == stats["host_prepared_bytes"] == metrics["kvtier_host_prepared_bytes"]
+
+
 def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_came_from() -> None:
     prompt = prompt_of(2, 150)
     with serving(build("llama"), tables()) as server:  # its own: with others' requests this one is not the slowest

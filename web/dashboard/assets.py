@@ -1,4 +1,4 @@
-"""The static files of the dashboard page. They contain no data, so they need no API key."""
+"""The static files of the dashboard and its page of reasons. They contain no data, so they need no API key."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from kvtier.web.dashboard.reasons import reasons_page
+
 PAGE = "/dashboard"
 ASSETS = f"{PAGE}/page"
+REASONS = f"{PAGE}/reasons"  # explains why tokens are computed, see `reasons_page`
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # Forbid content from other origins, inline scripts and styles, and frames that show this page on other pages.
@@ -54,7 +57,12 @@ def page_routes() -> list[BaseRoute]:
             raise HTTPException(404)
         return asset.response(request)
 
-    return [Route(PAGE, page), Route(f"{ASSETS}/{{file}}", file)]
+    explanations = _asset(reasons_page(), "text/html")
+
+    async def reasons(request: Request) -> Response:
+        return explanations.response(request)
+
+    return [Route(PAGE, page), Route(REASONS, reasons), Route(f"{ASSETS}/{{file}}", file)]
 
 
 def _assets() -> dict[str, Asset]:
@@ -63,6 +71,9 @@ def _assets() -> dict[str, Asset]:
     for file in folder.iterdir():
         kind = _KINDS.get(file.name.rpartition(".")[2])
         if kind is not None:
-            content = file.read_bytes()
-            found[file.name] = Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+            found[file.name] = _asset(file.read_bytes(), kind)
     return found
+
+
+def _asset(content: bytes, kind: str) -> Asset:
+    return Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvtier.web.dashboard.history import RESOLUTIONS, History
 from kvtier.web.dashboard.keeper import Keeper, NoKeeper
-from kvtier.web.dashboard.sample import Rates, Row, Sample
+from kvtier.web.dashboard.sample import START, Rates, Row, Sample
 from kvtier.web.dashboard.stream import Stream, event
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Dashboard:
         self.wall = wall
         self._monotonic = monotonic
         self._keeper = keeper or NoKeeper()
+        self._columns = tuple(source.columns)
         self._rates = Rates(source.columns)
         self._num_ticks = 0
         self._sampled_at: float | None = None
@@ -102,6 +103,8 @@ class Dashboard:
             self.stream.publish(event("silent", {"at": at, "why": str(error)}))
             return
         row = self._rates.row(sample)
+        if START in self._columns:
+            row[self._columns.index(START)] = self._num_ticks == 0
         missed = self._fill_missed(at, row)
         self.history.add(at, row)
         if self.stream.num_viewers:
@@ -143,7 +146,15 @@ class Dashboard:
     async def _read(self) -> None:
         earlier = await self._keeper.read()
         if earlier is not None and (taken_s := self.history.take_in(earlier, self.wall())):
-            log.info("dashboard: restored %d min of history of an earlier process", max(1, round(taken_s / 60)))
+            log.info("dashboard: restored %s of history of an earlier process", span_text(taken_s))
+
+
+def span_text(seconds: float) -> str:
+    """Return a duration in words, such as "2 h 14 min", rounded to minutes."""
+    minutes = max(1, round(seconds / 60))
+    days, hours = minutes // 1440, minutes // 60 % 24
+    parts = [(days, "d"), (hours, "h"), (minutes % 60, "min")]
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)
 
 
 def plain(values: npt.NDArray[np.floating]) -> list[float | None]:

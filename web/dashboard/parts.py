@@ -5,11 +5,17 @@ The history has a column for each number from the functions `..._totals` (counts
 """
 
 import math
+import socket
+import time
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 
+from kvtier.engine.observability.memory import MemoryStatistics
+from kvtier.engine.observability.metrics.http import HttpStatistics
 from kvtier.engine.observability.metrics.tiers import WITH_SLOTS
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.engine.stores.reopening_store import StoreStanding
+from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -17,6 +23,7 @@ from kvtier.tiers.reuse.what_if import SIZES, HitRatios
 from kvtier.transfer.transfer_engine import RouteStatistics
 from kvtier.web.dashboard.recent_values import RecentValues, quantile
 
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 SOURCES = (*(tier.value for tier in Tier), "recomputed")
 AGES_WINDOW_S = 600.0
 NUM_SLOWEST = 10
@@ -76,6 +83,61 @@ class RecentAges:
             for tier, found in tiers.items()
         }
         return {f"tier.{tier}.age": age for tier, age in ages.items() if age is not None}
+
+
+class RecentQuantiles:
+    """Quantiles of the durations of the last *window_s* seconds, as columns whose names begin with *name*."""
+
+    def __init__(self, name: str, window_s: float) -> None:
+        self._name = name
+        self._recent = RecentValues(window_s)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that `levels` returns."""
+        return tuple(f"{self._name}.{share}" for share in QUANTILES)
+
+    def levels(self, monotonic_s: float, durations: HistogramStatistics) -> Numbers:
+        """Return the quantiles in seconds, or nothing if there were no durations. *durations* has all until now."""
+        recent = self._recent.since(monotonic_s, durations)
+        found = {name: quantile(recent, share) for name, share in QUANTILES.items()}
+        return {f"{self._name}.{name}": value for name, value in found.items() if value is not None}
+
+
+def memory_columns() -> tuple[str, ...]:
+    """Return the names of the columns that `memory_levels` returns."""
+    return ("memory.resident", "memory.host_tier", "memory.device", "memory.device_total")
+
+
+def memory_levels(memory: MemoryStatistics, host_tier_bytes: int) -> Numbers:
+    """Return the memory in use: of the process, of its host tier (*host_tier_bytes*), and of the CUDA device."""
+    levels = {
+        "memory.resident": memory.resident_bytes,
+        "memory.host_tier": host_tier_bytes,
+        "memory.device": memory.device_used_bytes,
+        "memory.device_total": memory.device_total_bytes,
+    }
+    return {name: value for name, value in levels.items() if value is not None}
+
+
+def http_columns() -> tuple[str, ...]:
+    """Return the names of the columns that `http_totals` returns."""
+    return ("http.requests", "http.4xx", "http.429", "http.5xx")
+
+
+def http_totals(http: HttpStatistics) -> Numbers:
+    """Return the numbers of HTTP requests since the start, and of those that were answered with an error."""
+    return {
+        "http.requests": http.num_requests,
+        "http.4xx": http.num_4xx,
+        "http.429": http.num_429,
+        "http.5xx": http.num_5xx,
+    }
+
+
+def process_facts() -> dict[str, object]:
+    """Return constant facts about this process: its version, its host and its start."""
+    return {"version": version("kvtier"), "host": socket.gethostname(), "started_at": round(time.time(), 3)}
 
 
 def lane_columns(lane: str) -> tuple[str, ...]:

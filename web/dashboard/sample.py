@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+# The column that is 1 in the first row after a start of the server, else 0. `Dashboard` fills it.
+START = "process.start"
+
 Row = npt.NDArray[np.float64]  # [num_columns], NaN for unknown values
 
 

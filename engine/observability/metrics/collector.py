@@ -7,10 +7,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.engine.attached.link import SidecarStanding
+from kvtier.engine.observability.memory import memory_statistics
 from kvtier.engine.observability.metrics import names
 from kvtier.engine.observability.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.observability.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.observability.metrics.disk import admission_metrics, disk_metrics, store_metrics
+from kvtier.engine.observability.metrics.memory import memory_metrics
 from kvtier.engine.observability.metrics.tiers import (
     balance_metrics,
     remote_metrics,
@@ -48,6 +50,7 @@ class EngineCollector(Collector):
         yield from what_if_metrics(statistics.requests.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
+        yield from memory_metrics(memory_statistics())
         yield from _plan_metrics(statistics)
         if statistics.cache.remote is not None:
             yield from remote_metrics(statistics.cache.remote)
@@ -84,6 +87,7 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     tokens, prefix = statistics.tokens, statistics.prefix
     yield from balance_metrics(tokens)
     yield names.COPIED_TOKENS.of(tokens.copied)
+    yield names.GENERATED_TOKENS.of(statistics.requests.served.num_generated)
     yield names.PREEMPTED_TOKENS.by(
         {"hit": prefix.preempted_hits, "miss": prefix.preempted_queries - prefix.preempted_hits}
     )

@@ -14,6 +14,7 @@ PREEMPTED_TOKENS = counter(
     "Tokens of preempted requests when these start again: hit in the cache, or miss.",
     "result",
 )
+GENERATED_TOKENS = counter("kvtier_generated_tokens", "Tokens that were generated.")
 RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Hit ratio of the last 1,000 requests' prompt tokens.")
 TTFT_SECONDS = histogram(
     "kvtier_ttft_seconds",
@@ -162,6 +163,15 @@ HTTP_CONNECTIONS_REFUSED = counter(
 HTTP_TTFT_SECONDS = histogram("kvtier_http_ttft_seconds", "Seconds from the tokenized prompt to the first token.")
 HTTP_TOKEN_GAP_SECONDS = histogram("kvtier_http_token_gap_seconds", "Seconds between two tokens of a completion.")
 DROPPED_EVENT_BATCHES = counter("kvtier_dropped_event_batches", "Batches of KV events that could not be sent.")
+
+# Memory.
+RESIDENT_MEMORY = gauge(
+    "kvtier_process_resident_bytes", "Resident memory of the process in bytes, including shared memory."
+)
+DEVICE_MEMORY_USED = gauge(
+    "kvtier_device_memory_used_bytes", "Bytes of the CUDA device's memory that all processes use."
+)
+DEVICE_MEMORY = gauge("kvtier_device_memory_bytes", "Bytes of memory of the CUDA device.")
 
 # The sidecar.
 SIDECAR_READY = gauge("kvtier_sidecar_ready", "1 if engines can attach and store.")

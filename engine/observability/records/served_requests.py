@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from kvtier.engine.scheduling.request_record import RequestRecord
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 
-# Bounds of vLLM's histograms, because its dashboards query single buckets by their bound, such as 0.25.
+# Bounds of vLLM's histograms, because its dashboards query single buckets by their bound, such as 0.25. Those of the
+# token gap begin with three smaller ones, so that the quantiles of fast models can be told apart.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
 TOKEN_GAP_S = (
+    *(0.001, 0.002, 0.005),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )

@@ -17,13 +17,13 @@ from starlette.applications import Starlette
 from waiting import DEADLINE_S
 
 from kvtier.tiers.histogram import Histogram
-from kvtier.web.dashboard.dashboard import Dashboard, NoSample, plain
+from kvtier.web.dashboard.dashboard import Dashboard, NoSample, plain, span_text
 from kvtier.web.dashboard.history import RESOLUTIONS, History
 from kvtier.web.dashboard.keeper import HistoryKeeper
 from kvtier.web.dashboard.recent_values import RecentValues, quantile
 from kvtier.web.dashboard.ring_file import RingFile, Shape
 from kvtier.web.dashboard.routes import DashboardRoutes
-from kvtier.web.dashboard.sample import Sample
+from kvtier.web.dashboard.sample import START, Sample
 from kvtier.web.dashboard.stream import Stream, TooManyViewers, event
 from kvtier.web.paths import HISTORY
 
@@ -299,6 +299,44 @@ def test_the_history_goes_on_in_the_next_process(tmp_path: Path) -> None:
 
     clock = FakeClock()
     play(story())
+
+
+class Restarted(Traffic):
+    """A source whose history marks the starts of the server."""
+
+    columns = ("tokens", START)
+
+
+def test_the_history_marks_the_first_second_of_each_process(tmp_path: Path) -> None:
+    async def life(num_seconds: int) -> Dashboard:
+        keeper = HistoryKeeper(tmp_path / "history", Shape(Restarted.columns, RESOLUTIONS))
+        dashboard = made(Restarted(), clock, keeper)
+        earlier = await keeper.read()
+        if earlier is not None:
+            dashboard.history.take_in(earlier, T0 + clock.now)
+        for _ in range(num_seconds):
+            await dashboard.tick()
+            clock.now += 1
+        await keeper.close(dashboard.history)
+        return dashboard
+
+    async def story() -> None:
+        await life(20)
+        dashboard = await life(25)
+
+        assert dashboard.history.stretch(45, T0 + 44).rows[:, 1].tolist() == [1, *[0] * 19, 1, *[0] * 24]
+        coarse = dashboard.history.stretch(700, T0 + 44).rows[:, 1]  # steps of ten seconds
+        assert (coarse[-5:] > 0).tolist() == [True, False, True, False, False]
+
+    clock = FakeClock()
+    play(story())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(20, "1 min"), (8040, "2 h 14 min"), (7200, "2 h"), (90_060, "1 d 1 h 1 min")]
+)
+def test_a_span_is_said_in_days_hours_and_minutes(seconds: float, text: str) -> None:
+    assert span_text(seconds) == text
 
 
 def test_run_reads_samples_and_keeps(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine.observability.metrics.compat.lmcache_names import LMCACHE_CATALOGUE
 from kvtier.engine.observability.metrics.compat.vllm_names import VLLM_CATALOGUE
-from kvtier.engine.observability.metrics.http import HttpMetrics
+from kvtier.engine.observability.metrics.http import HttpMetrics, HttpStatistics
 from kvtier.engine.observability.metrics.metric_name import Kind, MetricName, counter, gauge
 from kvtier.engine.observability.metrics.names import CATALOGUE
 
@@ -58,7 +58,7 @@ def test_the_documentation_has_each_panel_of_the_boards_of_others_and_how_far_it
 def test_what_is_counted_as_it_happens_is_told_with_the_kind_and_help_of_the_catalogue() -> None:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry)
-    metrics.requests.labels("/health", "200").inc()
+    metrics.on_answer("/health", 200)
     metrics.connections_refused.labels("header").inc()
 
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
@@ -67,6 +67,14 @@ def test_what_is_counted_as_it_happens_is_told_with_the_kind_and_help_of_the_cat
     assert told == {
         (each.name, each.kind.value, each.help) for each in CATALOGUE if each.name.startswith("kvtier_http")
     }
+
+
+def test_errors_of_http_are_counted_by_their_class_and_429_alone() -> None:
+    metrics = HttpMetrics(CollectorRegistry())
+    for status in (200, 200, 304, 400, 404, 429, 429, 500, 503):
+        metrics.on_answer("/v1/completions", status)
+
+    assert metrics.statistics() == HttpStatistics(num_requests=9, num_4xx=2, num_429=2, num_5xx=2)
 
 
 def test_counters_end_in_total_and_gauges_do_not() -> None:
