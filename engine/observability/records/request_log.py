@@ -183,7 +183,7 @@ def open_request_log(config: RequestLogConfig) -> RequestLog | None:
 def line_of(record: RequestRecord, trail: Trail) -> bytes:
     """Return a finished request as a JSON line. *trail* has the names of its prompt's blocks.
 
-    docs/operations.md describes the fields.
+    docs/how-to/logs.md describes the fields.
     """
     step, names = coarse_names(trail)
     return msgspec.json.encode(_facts(record) | {"grain": step * trail.block_size, "prefix": names}) + b"\n"
