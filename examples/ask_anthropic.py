@@ -5,11 +5,12 @@ kvtier serve --model smollm2 --config laptop
 python examples/ask_anthropic.py report.txt "Who wrote it?" "What does it cost?"
 """
 
+from server import arguments, origin, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 from pathlib import Path
 
 import anthropic
-
-from server import arguments, origin
 
 
 def main() -> None:
@@ -17,7 +18,7 @@ def main() -> None:
     parser.add_argument("document", type=Path)
     parser.add_argument("questions", nargs="+", metavar="question")
     options = parser.parse_args()
-    source = {"type": "text", "media_type": "text/plain", "data": options.document.read_text(encoding="utf-8")}
+    source = {"type": "text", "media_type": "text/plain", "data": read_text(options.document)}
     document = {"type": "document", "source": source, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     # This client adds /v1 itself.
     client = anthropic.Anthropic(base_url=options.base_url.removesuffix("/v1"), api_key=options.api_key)

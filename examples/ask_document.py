@@ -1,24 +1,28 @@
-"""Asks questions about a long PDF or text: the first question has it computed, the others find it in the cache.
+"""Asks questions about a long PDF or text: the first question computes its KV cache, and the others find it there.
 
 pip install '.[examples]'
 kvtier serve --model smollm2 --config laptop
 python examples/ask_document.py report.pdf "Who wrote it?" "What does it cost?"
 """
 
+from server import arguments, origin, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 from pathlib import Path
 
 import openai
 
-from server import arguments, origin
-
 
 def text_of(path: Path) -> str:
-    """The text of a PDF, or of a text file."""
+    """Return the text of a PDF, or of a text file."""
     if path.suffix.lower() != ".pdf":
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     import pypdf
 
-    return "\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+    try:
+        return "\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+    except pypdf.errors.PyPdfError as error:
+        raise SystemExit(f"{path}: this PDF cannot be read ({error}); give another file") from None
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ The model continues a question as it stands, so write it as the beginning of an 
     python examples/batch.py report.txt "The report was written by" "The price of the bridge was"
 """
 
+from server import read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 import argparse
 from pathlib import Path
 
@@ -23,23 +26,22 @@ def main() -> None:
 
     from kvtier import LLM, SamplingParams  # torch takes seconds, which --help need not
 
-    document = options.document.read_text(encoding="utf-8")
+    document = read_text(options.document)
     config = {
         "device": {"capacity": "512MiB", "block_size": 16},
         "host": {"capacity": "512MiB"},
         "disk": {"path": options.store, "capacity": "4GiB"},
     }
 
-    with LLM(options.model, config) as llm:
-        prompts = [f"{document}\n\n{question}" for question in options.questions]
-        answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens, stop="\n"))
+    prompts = [f"{document}\n\n{question}" for question in options.questions]
+    try:
+        with LLM(options.model, config) as llm:
+            answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens, stop="\n"))
+    except (ValueError, OSError, ImportError, MemoryError) as error:  # each says in one line what to do
+        raise SystemExit(f"{error}") from None
 
     for question, done in zip(options.questions, answers, strict=True):
-        tokens = done.tokens
-        tiers = (
-            f"{tokens.device:,} device, {tokens.host:,} host, {tokens.disk:,} disk, {tokens.recomputed:,} recomputed"
-        )
-        print(f"{question}\n  {done.text.strip()}\n  [{tiers}; first token after {done.ttft_s:.2f} s]")
+        print(f"{question}\n  {done.text.strip()}\n  [{done.tokens}; first token after {done.ttft_s:.2f} s]")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ python examples/chat.py
 python examples/chat.py --system "You are a patient teacher."
 """
 
+from server import arguments, origin  # first: errors of the imports below are one line, too
+
+# isort: split
 import sys
 
 import openai
-
-from server import arguments, origin
 
 
 def main() -> None:

@@ -5,6 +5,9 @@ LangChain hands on OpenAI's usage fields only, so this prints how many tokens we
     python examples/rag_langchain.py report.txt "Who wrote it?" "What does it cost?"
 """
 
+from server import arguments, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 from pathlib import Path
 
 from langchain_core.prompts import ChatPromptTemplate
@@ -12,15 +15,13 @@ from langchain_core.runnables import RunnableLambda
 from langchain_openai import ChatOpenAI
 from passages import best_passages
 
-from server import arguments
-
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("questions", nargs="+", metavar="question")
     options = parser.parse_args()
-    document = options.document.read_text(encoding="utf-8")
+    document = read_text(options.document)
     model = ChatOpenAI(
         base_url=options.base_url,
         api_key=options.api_key,

@@ -3,6 +3,9 @@
 python examples/rag_llama_index.py report.txt "Who wrote it?" "What does it cost?"
 """
 
+from server import arguments, origin, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 from pathlib import Path
 
 from llama_index.core.base.llms.types import ChatMessage
@@ -10,8 +13,6 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.openai_like import OpenAILike
 from passages import best_passages
-
-from server import arguments, origin
 
 
 class PassageRetriever(BaseRetriever):
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("questions", nargs="+", metavar="question")
     options = parser.parse_args()
-    retriever = PassageRetriever(options.document.read_text(encoding="utf-8"))
+    retriever = PassageRetriever(read_text(options.document))
     model = OpenAILike(
         api_base=options.base_url,
         api_key=options.api_key,

@@ -1,15 +1,16 @@
-"""Ten users ask about one document at once: one request computes it, up to less than a prefill chunk, for all.
+"""Ten users ask about one document at once. Together they compute most of it only once.
 
 python examples/ten_users.py report.txt "Who wrote it?" "What does it cost?"
 """
 
+from server import arguments, origin, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 import asyncio
 from itertools import cycle, islice
 from pathlib import Path
 
 import openai
-
-from server import arguments, origin
 
 
 async def main() -> None:
@@ -18,7 +19,7 @@ async def main() -> None:
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("questions", nargs="+", metavar="question", help="the users take turns with these")
     options = parser.parse_args()
-    document = options.document.read_text(encoding="utf-8")
+    document = read_text(options.document)
 
     async with openai.AsyncOpenAI(base_url=options.base_url, api_key=options.api_key) as client:
 

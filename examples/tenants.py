@@ -5,11 +5,12 @@ kvtier serve --model smollm2 --config laptop --api-keys keys.toml
 python examples/tenants.py report.txt "Who wrote it?" --key sk-of-ann --key sk-of-bob
 """
 
+from server import arguments, origin, read_text  # first: errors of the imports below are one line, too
+
+# isort: split
 from pathlib import Path
 
 import openai
-
-from server import arguments, origin
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("question")
     options = parser.parse_args()
-    document = options.document.read_text(encoding="utf-8")
+    document = read_text(options.document)
 
     for time in ("first", "second"):
         for number, key in enumerate(options.key, start=1):

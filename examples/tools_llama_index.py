@@ -4,12 +4,13 @@ kvtier serve --model Qwen/Qwen3-0.6B
 python examples/tools_llama_index.py --model Qwen/Qwen3-0.6B "When is the library open on Sunday?"
 """
 
+from server import arguments  # first: errors of the imports below are one line, too
+
+# isort: split
 from typing import Literal
 
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-
-from server import arguments
 
 HOURS = {"saturday": "10 to 16", "sunday": "closed"}
 
