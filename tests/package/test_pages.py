@@ -132,23 +132,6 @@ def test_examples_in_python_compile(page: str) -> None:
         compile(example, page, "exec")
 
 
-def test_the_library_page_has_each_key_of_the_configuration_with_its_default() -> None:
-    whole = examples_of(ROOT / "docs" / "library.md", "toml")[0]
-    lines = [line.removeprefix("# ") for line in whole.splitlines()]
-    sections: dict[str, set[str]] = {"": set()}
-    for line in lines:
-        if heading := re.match(r"\[(\w+)", line):
-            section = heading[1]
-            sections[section] = set()
-        elif key := re.match(r"(\w+) = ", line):
-            sections[section if len(sections) > 1 else ""].add(key[1])
-
-    assert as_config(tomllib.loads(whole)) == Config()
-    assert sections.pop("") == {name for name in TABLES if not keys_of(name)} - {"tenants", "lora"}
-    assert sections == {name: keys_of(name) for name in TABLES if name in sections}
-    assert set(sections) == {name for name in TABLES if keys_of(name)} | {"tenants", "lora"}
-
-
 def test_the_metrics_page_has_each_metric_and_no_other() -> None:
     exported = exported_metrics()
     named = set(re.findall(r"\bkvtier_\w+", (ROOT / "docs" / "metrics.md").read_text())) - {"kvtier_"}
