@@ -357,6 +357,9 @@ class ServerConfig(Table, frozen=True, kw_only=True):
             status 429.
         max_body: Maximum bytes of a request body. A larger one gets status 413.
         max_prompt_tokens: Maximum tokens of a prompt. A longer one gets status 400.
+        max_stored_responses: Maximum number of responses of `/v1/responses` that are stored in memory for each tenant.
+            With 0, no response is stored.
+        max_stored_response_bytes: Maximum bytes of the stored responses and their conversations for each tenant.
         tokenizer_threads: Number of tokenizer threads. One tenant never occupies all of them.
         max_header: Maximum bytes of the request line and headers.
         header_timeout_s: Seconds in which the request line and headers must arrive.
@@ -381,6 +384,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     max_queued: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 256
     max_body: ByteSize = parse_bytes("16MiB")
     max_prompt_tokens: Count | None = None
+    max_stored_responses: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1000
+    max_stored_response_bytes: ByteSize = parse_bytes("64MiB")
     tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     max_header: ByteSize = parse_bytes("32KiB")
     header_timeout_s: Seconds = 20.0

@@ -33,6 +33,7 @@ from kvtier.server.engine_source import EngineSource
 from kvtier.server.entrance import Entrance
 from kvtier.server.openapi.routes import OpenApiRoutes
 from kvtier.server.operated_engine import OperatedEngine
+from kvtier.server.responses.routes import ResponseRoutes
 from kvtier.server.served_models import ServedModels
 from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool_use import ToolFormat
@@ -74,6 +75,7 @@ class ServingApp:
         routes = [
             Route(COMPLETIONS, generation.complete, methods=["POST"]),
             Route(CHAT, generation.chat, methods=["POST"]),
+            *ResponseRoutes(service).routes(),
             *message_routes(),
             Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
             Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),

@@ -14,6 +14,9 @@ from kvtier.server.document_routes import PinRequest, PutRequest
 from kvtier.server.explain_routes import ExplainRequest
 from kvtier.server.generation_request import IGNORED, NEUTRAL
 from kvtier.server.openapi.operation import EVENTS, JSON, TEXT, Body, Operation, Outcome
+from kvtier.server.responses import responses_request
+from kvtier.server.responses.response_object import ResponseDeleted, ResponseObject
+from kvtier.server.responses.responses_request import ResponsesRequest
 from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
 from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
 from kvtier.web.dashboard.routes import HistoryStretch
@@ -35,6 +38,7 @@ from kvtier.web.paths import (
     OPENAPI,
     OPERATE,
     READY,
+    RESPONSES,
     STATS,
     STREAM,
     TOKENIZE,
@@ -74,6 +78,31 @@ _OPENAI = [
         _answered("the answers; with stream, their pieces as events", answers.ChatAnswer),
         _GENERATED,
         Body([ChatRequest], IGNORED, CHAT_NEUTRAL),
+    ),
+    Operation(
+        "OpenAI",
+        "POST",
+        RESPONSES,
+        "Answer a conversation, and store the response.",
+        _answered("the response; with stream, its pieces as events", ResponseObject),
+        _GENERATED,
+        Body([ResponsesRequest], responses_request.IGNORED, responses_request.NEUTRAL),
+    ),
+    Operation(
+        "OpenAI",
+        "GET",
+        f"{RESPONSES}/{{id}}",
+        "Show a stored response.",
+        {200: _json("the response", ResponseObject)},
+        (400, 404),
+    ),
+    Operation(
+        "OpenAI",
+        "DELETE",
+        f"{RESPONSES}/{{id}}",
+        "Delete a stored response.",
+        {200: _json("the response is deleted", ResponseDeleted)},
+        (404,),
     ),
     Operation(
         "OpenAI", "GET", MODELS, "List the model and its adapters.", {200: _json("the models", answers.ModelList)}

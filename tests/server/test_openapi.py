@@ -15,6 +15,7 @@ from kvtier.server.generation_request import IGNORED
 from kvtier.server.openapi.document import openapi_document
 from kvtier.server.openapi.operation import Operation
 from kvtier.server.openapi.page import docs_page
+from kvtier.server.responses.responses_request import ResponsesRequest
 from kvtier.tiers.naming.tier import Reason
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.audit_log import AuditLog
@@ -83,7 +84,7 @@ def test_keys_are_needed_where_the_server_asks_for_them(
     assert "401" not in of_open["responses"]
 
 
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, Message])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, Message, ResponsesRequest])
 def test_a_body_has_every_field_of_its_struct(document: dict, kind: type[msgspec.Struct]) -> None:
     schema = document["components"]["schemas"][kind.__name__]
 

@@ -25,7 +25,7 @@ from kvtier.web.api_keys import ApiKeys
 from kvtier.web.operating.audit_log import AuditLog
 from kvtier.web.operating.operators import Operators
 from kvtier.web.operating.routes import Operating
-from kvtier.web.paths import DOCUMENTS, OPERATE
+from kvtier.web.paths import DOCUMENTS, OPERATE, RESPONSES
 
 ANN, TOKEN = "sk-ann-1111", "op-12345678"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -37,7 +37,11 @@ ONE_OF = [("text", "token_ids"), ("prompt", "messages"), ("prompt", "token_ids")
 ONE_OF += [("tenant", "namespace", "all")]
 # Names that there are: of random ones the server says 404, and no more.
 KNOWN = {"id": ["a", "b"], "model": [MODEL], "file": ["dashboard.css", "main.js"]}
-KNOWN_FIELDS = {"prompt": "Who was it?", "messages": [{"role": "user", "content": "Who was it?"}]}
+KNOWN_FIELDS = {
+    "prompt": "Who was it?",
+    "messages": [{"role": "user", "content": "Who was it?"}],
+    "input": [{"type": "message", "role": "user", "content": "Who was it?"}],
+}
 NEEDED = {"max_tokens", "model", "seconds", "text", "tier", "level", "tokens", "ttl_s", "pin"}
 # The name of a pin, a size as a text, one of two with a number: nothing that chance makes up often.
 MAY_ALL_BE_REFUSED = {f"POST {OPERATE}/{verb}" for verb in ("unpin", "evict", "pin")}
@@ -63,9 +67,20 @@ def put_document(server: ServerInThread, document_id: str) -> None:
     assert answer.status_code in (200, 201), answer.text
 
 
-def sharpened(case: Case, number: int) -> Case:
+def put_response(server: ServerInThread) -> str:
+    """A response that is stored; its id."""
+    body, headers = {"model": MODEL, "input": "Who?", "max_output_tokens": 1}, {"Authorization": f"Bearer {ANN}"}
+    answer = server.post(RESPONSES, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+def sharpened(case: Case, number: int, server: ServerInThread) -> Case:
     """The case made to ask for something that there is, but for every fourth one."""
     if number % 4 == 0:
+        return case
+    if case.path.startswith(f"{RESPONSES}/"):
+        case.path_parameters = {"id": put_response(server)}
         return case
     for name in set(KNOWN) & set(case.path_parameters or {}):
         case.path_parameters[name] = KNOWN[name][number % len(KNOWN[name])]
@@ -119,7 +134,7 @@ def test_the_server_answers_as_its_schema_says_and_never_fails(fuzzed: ServerInT
         def ask(case: Case) -> None:
             nonlocal num_cases
             num_cases += 1
-            case = sharpened(case, num_cases)
+            case = sharpened(case, num_cases, fuzzed)
             headers = {"Authorization": f"Bearer {key}", "x-request-id": KNOWN["id"][num_cases % 2]}
             response = case.call(headers=headers, timeout=DEADLINE_S)
             told[response.status_code] += 1
