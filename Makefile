@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs torture planted-bugs bench results gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs reference torture planted-bugs bench results gpu-bench check format clean
 
 ROOMS := cli configs connectors engine routing server sidecar store tiers transfer web
 
@@ -122,6 +122,10 @@ docs: .venv/docs-installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r *.md LICENSE docs configs examples build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The pages of docs/reference/ that are generated. A test fails if they are not those of the source.
+reference: .venv/installed
+	$(BIN)/python tests/support/reference_pages.py
 
 # The store under fire, in its long form: make torture SEED=1 KILLS=200. What fails says its seed.
 torture: .venv/installed

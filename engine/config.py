@@ -89,7 +89,7 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
     Attributes:
         capacity: Bytes of KV. Not used if *gpu_memory_utilization* is set.
         gpu_memory_utilization: Fraction of the GPU's memory for the weights, the largest step and the KV cache
-            together, see `GpuShare`.
+            together.
         block_size: Tokens per block.
         partial_blocks: Whether a prompt that shares only the first tokens of a cached block gets a copy of the block.
         retention_tokens: Which blocks are kept for layers with sliding windows. By default all are kept. With 0 only
@@ -117,7 +117,11 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
-    """`[host]`: the host memory tier, pinned if there is a GPU. *capacity* is in bytes; 0 disables the tier."""
+    """`[host]`: the host memory tier, pinned if there is a GPU.
+
+    Attributes:
+        capacity: Bytes of host memory for blocks. With 0 there is no host tier.
+    """
 
     capacity: ByteSize = parse_bytes("4GiB")
 
@@ -128,12 +132,12 @@ class DiskConfig(Table, frozen=True, kw_only=True):
     Attributes:
         path: Folder of the store; a leading `~` is expanded.
         capacity: Maximum size of the folder in bytes.
-        codec: Compression of blocks. zstd makes blocks smaller but slower to read. auto compresses only where that
-            makes reading faster. fp8 halves blocks and is lossy.
+        codec: Compression of blocks. "zstd" makes blocks smaller but slower to read. "auto" compresses only where that
+            makes reading faster. "fp8" halves blocks and is lossy.
         read_timeout_s: Seconds after which a read counts as a miss.
-        durability: Whether stored blocks survive only a crash of the process, or also one of the machine; see
-            `Durability`.
-        checkpoint_s: Seconds between checkpoints with durability "interval".
+        durability: Whether stored blocks survive only a crash of the process ("process"), or also one of the machine.
+            With "interval" those survive that were stored before the latest checkpoint, with "commit" all.
+        checkpoint_s: Seconds between two checkpoints with the durability "interval".
         max_written_bytes_per_day: Maximum number of bytes written per day. A quarter is reserved for blocks that are
             used a second time.
         endurance: TBW rating of the drive in bytes, for the metrics of drive life.
@@ -171,7 +175,7 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
     """`[remote]`: a store shared by several machines, below host memory and disk; without this table there is none.
 
     Credentials of object stores, and the account of an Azure container (AZURE_STORAGE_ACCOUNT_NAME), come from the
-    environment. *codec* and the encryption key are as in [disk]; all machines that share the store need the same key.
+    environment. All machines that share the store need the same encryption key.
 
     Attributes:
         url: One of `redis://HOST:6379/0` or `rediss://` (TLS), `redis+cluster://HOST1:6379,HOST2:6379`,
@@ -181,7 +185,11 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
         ttl_s: Seconds after which Redis or Valkey deletes a block. With 0 blocks stay until the server evicts them.
         endpoint: Address of an object store, if it is not the cloud's default.
         region: Region of an object store, if it is not the cloud's default.
-        timeout_s: Seconds to wait for an answer. A store that does not answer in time is not used for a while.
+        timeout_s: Seconds to wait for an answer. A store that does not answer in time is not used for a while. By
+            default, 2 seconds for Redis or Valkey, and 10 seconds for a request to an object store.
+        codec: Compression of blocks, as in [disk].
+        encryption_key_file: File with a key, as in [disk].
+        encryption_key_command: Command that prints the key, instead of a file.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -222,10 +230,14 @@ class RemoteConfig(Table, frozen=True, kw_only=True):
 
 
 class TenantConfig(Table, frozen=True, kw_only=True):
-    """`[tenants."SALT"]`: quotas in bytes, by tier, for requests with this cache_salt; None sets no limit.
+    """`[tenants."SALT"]`: quotas for the blocks of requests with this cache_salt.
 
-    If a tenant exceeds its quota, its own blocks are evicted, later blocks of a prompt before earlier ones. Metrics
-    show *name* instead of the salt, because the salt is secret.
+    If a tenant exceeds its quota, its own blocks are evicted, later blocks of a prompt before earlier ones.
+
+    Attributes:
+        host: Maximum bytes of the tenant's blocks in host memory. By default there is no limit.
+        disk: Maximum bytes of the tenant's blocks on disk. By default there is no limit.
+        name: Name of the tenant in metrics and logs, which never show the salt, because the salt is secret.
     """
 
     host: ByteSize | None = None
@@ -234,16 +246,22 @@ class TenantConfig(Table, frozen=True, kw_only=True):
 
 
 class LoraConfig(Table, frozen=True, kw_only=True):
-    """`[lora.NAME]`: a LoRA adapter of the model; *path* is a folder written by `peft`. Requests select it by NAME."""
+    """`[lora.NAME]`: a LoRA adapter of the model. Requests select it by NAME.
+
+    Attributes:
+        path: Folder that `peft` has written.
+    """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class NameConfig(Table, frozen=True, kw_only=True):
-    """`[names]`: how block names (hashes) are computed. Changing *algorithm* or *seed* makes all stored blocks misses.
+    """`[names]`: how block names (hashes) are computed. Changing a key makes all stored blocks misses.
 
-    If *seed* is not set, the algorithm's default seed is used. sha256_cbor with its default seed gives the same names
-    as vLLM.
+    Attributes:
+        algorithm: Hash of a block's tokens and its prefix. sha256_cbor with its default seed gives the same names as
+            vLLM, for routers that compute vLLM's hashes.
+        seed: Text that every name depends on; a secret one makes names unguessable. By default, the algorithm's own.
     """
 
     algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -327,11 +345,14 @@ class EventsConfig(Table, frozen=True, kw_only=True):
 
 
 class DocumentsConfig(Table, frozen=True, kw_only=True):
-    """`[documents]`: the named documents that `kvtier serve` keeps cached, at most *max_per_tenant* for each tenant.
+    """`[documents]`: the named documents that `kvtier serve` keeps cached.
 
-    Each document is saved as a file in the folder *path*, by default `disk.path` with "-documents" appended. The files
-    are encrypted if [disk] has a key. If neither *path* nor [disk] is set, documents are lost when the process ends,
-    even if a sidecar has a disk.
+    Each document is saved as a file. The files are encrypted if [disk] has a key. If neither *path* nor [disk] is set,
+    documents are lost when the process ends, even if a sidecar has a disk.
+
+    Attributes:
+        path: Folder of the documents' files. By default, `disk.path` with "-documents" appended.
+        max_per_tenant: Maximum number of documents of each tenant.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -405,12 +426,13 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 
 
 class OperatorsConfig(Table, frozen=True, kw_only=True):
-    """`[operators]`: access to the operator routes (reset, evict, spill, pin, check, log); see `docs/operations.md`.
+    """`[operators]`: access to the operator routes (reset, evict, spill, pin, check, log). Their requests are logged.
 
-    *tokens* is a file of operator tokens in the same format as *server.api_keys*. By default, the environment variable
-    KVTIER_OPERATOR_TOKEN is the only token. Without any token, the routes do not exist. Operator requests are logged,
-    and also written to the file *audit* if it is set. That file is rotated at *audit_bytes* bytes, and five rotated
-    files are kept.
+    Attributes:
+        tokens: File of operator tokens, in the same format as *server.api_keys*. By default, the environment variable
+            KVTIER_OPERATOR_TOKEN is the only token. Without any token, the routes do not exist.
+        audit: File to which operator requests are also written. Five rotated files are kept.
+        audit_bytes: Size in bytes at which the file *audit* is rotated.
     """
 
     tokens: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -419,10 +441,11 @@ class OperatorsConfig(Table, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: the Prometheus metrics. The *top_tenants* largest tenants have their own labels; the rest share one.
+    """`[metrics]`: the Prometheus metrics.
 
-    *compat* may list "vllm" and "lmcache". Metrics are then also exported under the names that the dashboards of these
-    projects expect.
+    Attributes:
+        top_tenants: Number of tenants with labels of their own, the largest ones. All others share one label.
+        compat: Projects whose dashboards shall work. Metrics are then also exported under the names that they expect.
     """
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
@@ -430,7 +453,11 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
 
 
 class FileTable(Table, frozen=True, kw_only=True):
-    """A TOML table with the path of a file. A leading `~` in *path* is expanded."""
+    """A TOML table with the path of a file.
+
+    Attributes:
+        path: The file. A leading `~` is expanded.
+    """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
@@ -440,10 +467,13 @@ class FileTable(Table, frozen=True, kw_only=True):
 
 
 class TracingConfig(Table, frozen=True, kw_only=True):
-    """`[tracing]`: request spans, sent to the OpenTelemetry collector at *endpoint* (OTLP over HTTP), if it is set.
+    """`[tracing]`: request spans for OpenTelemetry, sent as OTLP over HTTP.
 
-    A request is traced if its `traceparent` header says that it is sampled. Of the requests without this header, the
-    fraction *sample* is traced.
+    A request is traced if its `traceparent` header says that it is sampled.
+
+    Attributes:
+        endpoint: Address of the OpenTelemetry collector. By default nothing is traced.
+        sample: Fraction of the requests without the header `traceparent` that are traced.
     """
 
     endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.", examples=["http://127.0.0.1:4318"])] | None = None
@@ -451,10 +481,12 @@ class TracingConfig(Table, frozen=True, kw_only=True):
 
 
 class RequestLogConfig(FileTable, frozen=True, kw_only=True):
-    """`[request_log]`: a JSON line per request, without its text, in the file *path*; by default there is no log.
+    """`[request_log]`: a JSON line for each request, without its text.
 
-    When the file reaches *size* bytes, it is renamed to end in .1, and a new file is begun. *files* is the number of
-    files kept, including the current one.
+    Attributes:
+        path: File of the log. A leading `~` is expanded. By default there is no log.
+        size: Size in bytes at which the file is renamed to end in .1, and a new file is begun.
+        files: Number of files that are kept, including the current one.
     """
 
     size: ByteSize = parse_bytes("64MiB")
@@ -462,10 +494,12 @@ class RequestLogConfig(FileTable, frozen=True, kw_only=True):
 
 
 class DashboardConfig(FileTable, frozen=True, kw_only=True):
-    """`[dashboard]`: the page at `/dashboard`, for at most *max_viewers* viewers at once.
+    """`[dashboard]`: the page at `/dashboard`.
 
-    Its history is kept in the file *path*, by default `disk.path` with "-history" appended. Without a [disk] the
-    history is lost when the process ends.
+    Attributes:
+        path: File of the page's history. A leading `~` is expanded. By default, `disk.path` with "-history" appended.
+            Without it and without a [disk], the history is lost when the process ends.
+        max_viewers: Maximum number of browsers that show the page at once.
     """
 
     max_viewers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 64
@@ -480,9 +514,13 @@ _MAX_SOCKET_BYTES = 107  # limit of Linux on the path of a Unix socket
 class Config(Table, frozen=True, kw_only=True):
     """The whole configuration of an engine. A tier that is None does not exist.
 
-    If *metrics_port* is None, metrics have no port of their own; 0 picks a free port. *sidecar* is the socket of a
-    `kvtier sidecar`, such as "unix:///run/kvtier.sock". The engine then uses the sidecar's host memory and disk, and
-    [host], [disk] and the quotas of [tenants] belong in the sidecar's configuration.
+    Attributes:
+        sidecar: Socket of a `kvtier sidecar`, such as "unix:///run/kvtier.sock". The engine then uses the sidecar's
+            host memory, disk and remote tier. [host], [disk], [remote] and the quotas of [tenants] belong in the
+            sidecar's configuration.
+        metrics_port: TCP port for the Prometheus metrics of an engine without a server. 0 picks a free port. By default
+            metrics have no port of their own.
+        metrics_host: Address to listen at for *metrics_port*.
     """
 
     model: ModelConfig = ModelConfig()

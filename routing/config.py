@@ -30,9 +30,12 @@ Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class ReplicaConfig(Table, frozen=True, kw_only=True):
     """`[[replicas]]`: one server that the router sends requests to.
 
-    *url* has the form `http://HOST:PORT`. *name*, which appears in metrics and logs, is the URL by default. *events* is
-    the ZMQ endpoint where the server publishes KV events, under the topic *topic*. *replay* is the ZMQ endpoint where
-    the server sends missed events again.
+    Attributes:
+        url: Address of the server, such as `http://HOST:PORT`.
+        name: Name of the server in metrics and logs. By default, its URL.
+        events: ZMQ address where the server publishes KV events.
+        replay: ZMQ address where the server sends missed events again.
+        topic: ZMQ topic of the server's events.
     """
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
@@ -67,13 +70,20 @@ class ReplicaConfig(Table, frozen=True, kw_only=True):
 class PolicyConfig(Table, frozen=True, kw_only=True):
     """`[policy]`: the weights of the routing policy, which sends a request to the replica with the lowest cost.
 
-    A prompt token that must be computed costs 1. A cached token costs *host_cost* if it is loaded from host memory, or
-    *disk_cost* from disk. Each prompt token that waits at a replica costs *queue_weight*, and each request there costs
-    *request_tokens*. A conversation stays with its replica unless the cost of another replica is lower by more than
-    *session_tokens*.
+    A prompt token that must be computed costs 1. If no replica has any part of a prompt, the replicas are ordered by
+    consistent hashing of the prompt's first tokens.
 
-    If no replica has any part of a prompt, the replicas are ordered by consistent hashing of its first *first_tokens*
-    tokens. The prompt goes to the first replica with less than *hash_slack* times the average number of requests.
+    Attributes:
+        host_cost: Cost of a cached token that is loaded from host memory.
+        disk_cost: Cost of a cached token that is loaded from disk.
+        queue_weight: Cost of each prompt token that waits at a replica. It is low, because a token that is computed
+            twice delays all requests at its replica.
+        request_tokens: Cost of each request that runs at a replica.
+        session_tokens: A conversation stays with its replica unless the cost of another replica is lower by more than
+            this.
+        first_tokens: Number of a prompt's first tokens that are hashed.
+        hash_slack: In the order of the hash, a prompt goes to the first replica with less than this many times the
+            average number of requests.
     """
 
     host_cost: Part = 0.1
@@ -88,8 +98,9 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
 class IndexConfig(Table, frozen=True, kw_only=True):
     """`[index]`: limits on what the router remembers.
 
-    It remembers at most *max_blocks* blocks that replicas have cached; each takes about 250 bytes. It also
-    remembers which replica serves a conversation, for at most *max_sessions* conversations.
+    Attributes:
+        max_blocks: Maximum number of cached blocks of replicas that the router remembers. Each takes about 250 bytes.
+        max_sessions: Maximum number of conversations whose replica the router remembers.
     """
 
     max_blocks: Count = 2_000_000
@@ -99,9 +110,11 @@ class IndexConfig(Table, frozen=True, kw_only=True):
 class TokensConfig(Table, frozen=True, kw_only=True):
     """`[tokens]`: how the router gets a prompt's tokens, which it needs because KV events refer to tokens.
 
-    With *ask*, the router queries a replica's `/tokenize`, and waits at most *timeout_s* seconds. It caches up to
-    *max_cached* tokens from answers, which take four bytes each. Without *ask* or without an answer, the router
-    compares the prompt's text with the texts that were sent to each replica.
+    Attributes:
+        ask: Whether the router queries a replica's `/tokenize`. Otherwise, and if no answer comes, the router compares
+            the prompt's text with the texts that were sent to each replica.
+        timeout_s: Seconds to wait for the answer.
+        max_cached: Maximum number of tokens from answers that are cached. Each takes four bytes.
     """
 
     ask: bool = True
@@ -110,10 +123,13 @@ class TokensConfig(Table, frozen=True, kw_only=True):
 
 
 class HealthConfig(Table, frozen=True, kw_only=True):
-    """`[health]`: each replica is polled every *every_s* seconds.
+    """`[health]`: how replicas are polled.
 
-    A poll fails if no answer comes within *timeout_s* seconds. A replica is dead after *failures* failed polls in a
-    row, or if its very first poll fails.
+    Attributes:
+        every_s: Seconds between two polls of a replica.
+        timeout_s: Seconds after which a poll without an answer has failed.
+        failures: Number of failed polls in a row after which a replica is dead. It is also dead if its very first poll
+            fails.
     """
 
     every_s: Seconds = 2.0
@@ -124,17 +140,27 @@ class HealthConfig(Table, frozen=True, kw_only=True):
 class RouteConfig(Table, frozen=True, kw_only=True):
     """The router's whole configuration.
 
-    A request's body has at most *max_body* bytes. The router aborts an answer that takes longer than *timeout_s*
-    seconds to begin or to continue. On shutdown, running answers may continue for *drain_s* seconds.
-
-    *api_keys* is the file of API keys that the replicas use, if any. The router needs the file to find out a
-    request's tenant, because kvtier's names of blocks depend on the tenant. The router does not reject unknown keys,
-    because the replicas do.
-
     Without *api_keys*, the router protects the replicas from requests that other sites' web pages make a browser send.
-    The `Host` of a request must be an IP address, a loopback name or one of *allowed_hosts*. If *host* is not a
-    loopback address, names that public DNS cannot have, such as `kvtier.default.svc`, are accepted, too. A web page may
-    send requests only if it is from one of *cors_origins*. The replicas must allow these origins as well.
+
+    Attributes:
+        host: Address to listen at.
+        port: TCP port to listen at.
+        api_keys: File of API keys that the replicas use, if any. The router needs the file to find out a request's
+            tenant, because kvtier's names of blocks depend on the tenant. The router does not reject unknown keys,
+            because the replicas do.
+        tenant_isolation: As in the replicas' configuration: with "strict", tenants share no cached blocks.
+        allowed_hosts: Further names to accept in the `Host` header if there are no *api_keys*. IP addresses and
+            loopback names are always accepted. If *host* is not a loopback address, names that public DNS cannot have,
+            such as `kvtier.default.svc`, are accepted, too.
+        cors_origins: Origins of browser pages that may send requests. The replicas must allow these origins as well.
+        max_body: Maximum bytes of a request body.
+        max_header: Maximum bytes of the request line and headers.
+        header_timeout_s: Seconds in which the request line and headers must arrive.
+        max_connections: Maximum number of open connections. Further ones are closed.
+        max_connections_per_address: Maximum number of open connections from one address.
+        timeout_s: Seconds after which an answer that does not begin, or does not continue, is aborted.
+        drain_s: Seconds for which running answers may continue on shutdown.
+        log_format: Log lines for humans, or in JSON.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"

@@ -35,8 +35,10 @@ _MAX_PATH_BYTES = 107  # Linux's limit for a Unix socket
 class LmcacheConfig(Table, frozen=True, kw_only=True):
     """`[lmcache]`: the endpoint for engines with LMCache's client, such as vLLM.
 
-    *listen* is the ZMQ address of this endpoint. A chunk has *chunk_tokens* tokens, a multiple of the engine's block
-    size.
+    Attributes:
+        listen: ZMQ address of the endpoint.
+        chunk_tokens: Tokens of a chunk, a multiple of the engine's block size, and of the block size of each of its KV
+            cache groups.
     """
 
     listen: Annotated[
@@ -55,8 +57,10 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
 class SocketConfig(Table, frozen=True, kw_only=True):
     """`[socket]`: the Unix socket at which kvtier's own engines attach.
 
-    If *path* is "none", there is no socket. If it is "auto", `default_socket` chooses the path. Processes of the
-    sidecar's user and of the users *allow_uids* may attach.
+    Attributes:
+        path: The socket. "auto" is `kvtier.sock` in `$XDG_RUNTIME_DIR`, or else in `/run`. With "none" there is no
+            socket.
+        allow_uids: Ids of the users, in addition to the sidecar's own, whose processes may attach.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
@@ -82,8 +86,11 @@ def default_socket(environment: Mapping[str, str]) -> str | None:
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
     """`[models."NAME"]`: identifies the weights of the model NAME, so that no KV of other weights is reused.
 
-    Give either *path*, the folder or file of the weights, or *revision*, any text that changes when the weights do.
-    From the files at *path*, the sidecar computes a digest when it starts.
+    Give either *path* or *revision*.
+
+    Attributes:
+        path: Folder or file of the weights. The sidecar computes a digest from the files when it starts.
+        revision: Any text that changes when the weights change.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -97,13 +104,16 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
 class HttpConfig(Table, frozen=True, kw_only=True):
     """`[http]`: the HTTP server for people and monitoring.
 
-    If *port* is "none", there is no server. If it is 0, the server uses any free port.
+    With a token, every request needs `Authorization: Bearer TOKEN`, except for `/health` and the dashboard's page.
+    Without a token, everyone who reaches the server may empty the cache.
 
-    *token*, or the file *token_file*, sets a token. Every request then needs `Authorization: Bearer TOKEN`, except for
-    `/health` and the dashboard's page.
-
-    Without a token, everyone who reaches the server may empty the cache. So *host* must be a loopback address, and the
-    `Host` header of requests must be an IP address, `localhost` or one of *allowed_hosts*.
+    Attributes:
+        host: Address to listen at. Without a token it must be a loopback address.
+        port: TCP port to listen at. 0 picks a free port. With "none" there is no server.
+        token: The token.
+        token_file: File with the token, instead of *token*.
+        allowed_hosts: Without a token, further names to accept in the `Host` header. IP addresses and `localhost` are
+            always accepted.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -127,8 +137,9 @@ class HttpConfig(Table, frozen=True, kw_only=True):
 class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: the metrics for Prometheus.
 
-    *compat* lists other projects whose metric names are exported in addition to kvtier's, for existing dashboards.
-    vLLM's names are not available here, because the attached engines export them.
+    Attributes:
+        compat: Projects whose dashboards shall work. Metrics are then also exported under the names that they expect.
+            "vllm" is an error here, because the attached engines export vLLM's names themselves.
     """
 
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
@@ -144,10 +155,11 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
 class SidecarConfig(Table, frozen=True, kw_only=True):
     """The sidecar's whole configuration.
 
-    Host memory is divided into extents of *extent* bytes. At any time, all chunks in an extent have the same model and
-    KV format. No chunk may be larger than an extent.
-
-    On exit, the sidecar writes chunks that are only in host memory to disk, for at most *drain_s* seconds.
+    Attributes:
+        extent: Bytes of each part into which host memory is divided. At any time, all chunks in an extent have the same
+            model and KV format. No chunk may be larger than an extent.
+        drain_s: Seconds for which the sidecar, on exit, may write chunks that are only in host memory to disk.
+        log_format: Log lines for humans, or in JSON.
     """
 
     host: HostConfig = HostConfig()

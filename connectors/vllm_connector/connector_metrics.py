@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvtier.connectors.vllm_connector.counts import (
     COUNT_NAMES,
+    DOCUMENTATION,
     METRIC_PREFIX,
     PLAIN_NAMES,
     UNSTORED,
@@ -17,16 +18,6 @@ from kvtier.connectors.vllm_connector.counts import (
 )
 
 REASON = "reason"  # label of the metric for blocks that were not stored
-DOCUMENTATION = {
-    "host_tokens": "Prompt tokens loaded from host memory.",
-    "disk_tokens": "Prompt tokens loaded from disk.",
-    "remote_tokens": "Prompt tokens loaded from the remote tier.",
-    "late_loads": "Prompts that reached their deadline and continued with fewer blocks than were found.",
-    "stored_blocks": "Blocks stored.",
-    UNSTORED: "Computed blocks that were not stored before their request ended, by reason.",
-    "corrupt_blocks": "Blocks whose bytes did not match their digest and were computed again.",
-    "errors": "Internal errors of the connector; it finds and stores nothing for a minute after each.",
-}
 
 
 class ConnectorStats(KVConnectorStats):

@@ -47,3 +47,13 @@ def unstored_name(why: Unstored) -> str:
 
 PLAIN_NAMES = tuple(each.name for each in fields(Counts) if each.name != UNSTORED)
 COUNT_NAMES = (*PLAIN_NAMES, *map(unstored_name, Unstored))
+DOCUMENTATION = {
+    "host_tokens": "Prompt tokens loaded from host memory.",
+    "disk_tokens": "Prompt tokens loaded from disk.",
+    "remote_tokens": "Prompt tokens loaded from the remote tier.",
+    "late_loads": "Prompts that reached their deadline and continued with fewer blocks than were found.",
+    "stored_blocks": "Blocks stored.",
+    UNSTORED: "Computed blocks that were not stored before their request ended, by reason.",
+    "corrupt_blocks": "Blocks whose bytes did not match their digest and were computed again.",
+    "errors": "Internal errors of the connector; it finds and stores nothing for a minute after each.",
+}

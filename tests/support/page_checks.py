@@ -3,8 +3,10 @@
 `python tests/support/page_checks.py` prints how many blocks and commands each page has, and how they are tested.
 """
 
+import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -80,6 +82,11 @@ def counts_of(page: str) -> Counter[str]:
     return counts
 
 
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    return build_parser()
+
+
 def _program_of(call: Sequence[str]) -> str:
     words = call[1:] if call[0] in (".", "source") and len(call) > 1 else call
     name = words[0].rpartition("/")[2]
@@ -114,7 +121,7 @@ def _faults_of_arguments(arguments: Sequence[str]) -> Iterator[str]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
-            build_parser().parse_args(arguments)
+            _parser().parse_args(arguments)
         except SystemExit as left:
             if left.code not in (0, None):
                 yield said.getvalue().strip()
@@ -122,7 +129,7 @@ def _faults_of_arguments(arguments: Sequence[str]) -> Iterator[str]:
 
 def _faults_of_mention(words: Sequence[str]) -> Iterator[str]:
     """A mention in a sentence may lack arguments, so only the names of commands and options are looked up."""
-    parser = build_parser()
+    parser = _parser()
     for word in words:
         commands = parser.commands.choices if isinstance(parser, OneLineParser) and parser.commands else {}
         if word in commands:

@@ -1,0 +1,53 @@
+"""Text of generated pages: lines of at most 120 characters, and links to other pages by their title on the site."""
+
+import functools
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from markdown_links import ROOT
+
+WIDTH = 120
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Return *text* in lines that end in a newline."""
+    return _wrapped(text, indent, indent)
+
+
+def bullet(name: str, text: str) -> str:
+    """Return an item of a list."""
+    return _wrapped(f"{name}: {text}" if text else name, "- ", "  ")
+
+
+def link_to(page: str) -> str:
+    """The address of a page, seen from the folder of the reference pages."""
+    return os.path.relpath(page, "docs/reference")
+
+
+def title_of(page: str) -> str:
+    """The title that the site's navigation has for a page."""
+    return _titles()[page]
+
+
+@functools.cache
+def _titles() -> dict[str, str]:
+    return dict(_entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+
+
+def _entries(navigation: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for entry in navigation:
+        for title, below in entry.items():
+            yield from [(below, title)] if isinstance(below, str) else _entries(below)
+
+
+def _wrapped(text: str, first: str, later: str) -> str:
+    # A line may not break in code, where Markdown shows two blanks, nor in the text of a link.
+    kept = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda part: part[0].replace(" ", "\0"), " ".join(text.split()))
+    filled = textwrap.fill(
+        kept, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return filled.replace("\0", " ") + "\n"
