@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvtier.cli.main import main
 from kvtier.engine.config import parse_bytes
 from kvtier.sidecar.attach_commands import attach_commands, lmcache_command
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.sidecar.inherited import HTTP, LMCACHE, SEGMENT
+from kvtier.sidecar.inherited import ENGINE, HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
 from kvtier.sidecar.systemd import MIN_WATCHDOG_S
 
@@ -96,10 +97,24 @@ def test_the_socket_units_listen_where_the_sidecar_does_and_by_the_names_that_it
     assert service["Sockets"].split() == [file.name for file in SOCKETS]
 
 
+def test_engines_of_other_users_reach_the_socket_in_a_folder_that_a_restart_keeps(
+    service: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = shlex.split(service["ExecStart"])
+    path = Path(command[command.index("--socket") + 1])
+    status = main(["sidecar", "--config", str(FOLDER / "sidecar.toml"), *command[4:], "--check-config"])
+
+    assert str(path.parent) == f"/run/{service['RuntimeDirectory']}"
+    assert int(service["RuntimeDirectoryMode"], 8) & 0o011 == 0o011
+    assert service["RuntimeDirectoryPreserve"] == "restart"
+    assert status == 0
+    assert f'"sidecar":"{path}"' in capsys.readouterr().out
+
+
 def test_a_restart_leaves_what_a_stop_takes_away(service: dict[str, str]) -> None:
     assert signal.Signals[service["RestartKillSignal"]] in LEAVING
     assert "KillSignal" not in service
-    assert int(service["FileDescriptorStoreMax"]) >= len((LMCACHE, HTTP, SEGMENT))
+    assert int(service["FileDescriptorStoreMax"]) >= len((LMCACHE, ENGINE, HTTP, SEGMENT))
     assert service["KillMode"] == "mixed"  # the store's process has ended before the next sidecar maps its memory
 
 
