@@ -5,23 +5,40 @@ The checks reject only input that is sure to fail later. Other errors are report
 
 import ctypes
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.engine.config import Config
 from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
-from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.model.checkpoint import WEIGHTS, Checkpoint
+from kvtier.engine.model.hub import source_of
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.store.codec.cipher import Cipher
 
-_WEIGHTS = ("*.safetensors", "*.bin")
 
+def check_model(name: str, progress: Callable[[str], None]) -> None:
+    """Raise ValueError for a model without a usable configuration: a wrong path, folder, or name on the hub.
 
-def check_model(name: str) -> None:
-    """Raise ValueError for a model that cannot be loaded: a path that does not exist, or a folder without a model."""
+    *progress* is called with a line of text before the hub is asked, which may take a few seconds.
+    """
     checkpoint = Checkpoint.of(name)
-    why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
-    if why is not None:
-        raise ValueError(f"model {name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub")
+    folder = Path(checkpoint.source)
+    if checkpoint.gguf_file is not None:
+        return
+    if not folder.is_dir():
+        progress(f"looking for the model {name}")
+        source_of(checkpoint.source)
+    elif not (folder / CONFIG_FILE).is_file():  # an adapter names its base model, which may be on the hub
+        _refuse(name, _fault_of_config(folder / "config.json"))
+
+
+def check_weights(name: str) -> None:
+    """Raise ValueError if the model *name* is a folder without weights."""
+    folder = Path(Checkpoint.of(name).source)
+    if not folder.is_dir() or (folder / CONFIG_FILE).is_file() or Checkpoint.of(name).gguf_file is not None:
+        return
+    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+        _refuse(name, f"the folder has no weights, {' or '.join(WEIGHTS)}")
 
 
 def check_device(config: Config) -> None:
@@ -53,18 +70,14 @@ def _has_driver() -> bool:
     return True
 
 
-def _fault_of(name: str, folder: Path) -> str | None:
-    if not folder.is_dir():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names may be on the hub
-        return "there is no such folder" if is_path else None
-    if (folder / CONFIG_FILE).is_file():  # an adapter names its base model, which may be on the hub
-        return None
-    return _fault_in(folder)
+def _refuse(name: str, why: str | None) -> None:
+    if why is not None:
+        raise ValueError(f"model {name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub")
 
 
-def _fault_in(folder: Path) -> str | None:
+def _fault_of_config(file: Path) -> str | None:
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return "the folder has no config.json"
     except OSError as error:
@@ -73,6 +86,4 @@ def _fault_in(folder: Path) -> str | None:
         return "its config.json is not valid JSON"
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         return "its config.json has no model_type"
-    if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
-        return "the folder has no weights, *.safetensors or *.bin"
     return None

@@ -17,6 +17,7 @@ from kvtier.cli.remote_arguments import add_bench_remote, add_forget_remote
 from kvtier.cli.route_arguments import add_route
 from kvtier.cli.serve_arguments import add_serve
 from kvtier.cli.sidecar_arguments import add_sidecar
+from kvtier.cli.stages import IMPORTING, show_stage
 from kvtier.cli.store_arguments import add_store
 from kvtier.extras import extra
 
@@ -256,11 +257,16 @@ def _add_word(commands: _Commands, word: str, description: str) -> argparse.Argu
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from kvtier.cli.early_checks import check_model
+    from kvtier.cli.demo.document import document_text
+    from kvtier.cli.early_checks import check_model, check_weights
 
     if options.model is not None:
-        check_model(options.model)
+        check_model(options.model, show_stage)
+        check_weights(options.model)
+    if options.document is not None:
+        document_text(options.document)
     # Imported here because torch and transformers take seconds, and `kvtier --help` and user errors need neither.
+    show_stage(IMPORTING)
     from kvtier.cli.demo.report import report
 
     # SIGTERM must clean up like Ctrl-C, because the store is a temporary folder of some hundred megabytes.

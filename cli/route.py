@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from kvtier.cli.signals import draining_on_signals
+from kvtier.cli.stages import show_stage
 from kvtier.engine.config import is_loopback
 from kvtier.extras import extra
 from kvtier.routing.config import RouteConfig, route_config
@@ -27,10 +28,15 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
         given: Tables of settings from the command line, which override keys of *source*.
         checks_only: Whether to only check and print the resulting configuration.
     """
-    with extra("route", "kvtier route"):
+    config = route_config(source, given)
+    if checks_only:
+        show_stage("checking the router's configuration")
+    else:
+        write_log(config.log_format)
+        log.info("starting the router")
+    with extra("route", "kvtier route"):  # imported late, after the first line of output
         from kvtier.routing.server import keys_of
 
-    config = route_config(source, given)
     operators, keys = Operators.of(config.operators.tokens, os.environ), keys_of(config)
     if operators is not None:
         operators.refuse_keys_of(keys)
@@ -38,7 +44,6 @@ def route(source: str | None, given: Mapping[str, object], checks_only: bool) ->
         print(line, flush=True)
     if checks_only:
         return 0
-    write_log(config.log_format)
     with _bound(config.host, config.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": config.host, "port": port, "pid": os.getpid()}})

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.cli.early_checks import check_device, check_files, check_model
+from kvtier.cli.early_checks import check_device, check_files, check_model, check_weights
 from kvtier.cli.signals import draining_on_signals
+from kvtier.cli.stages import IMPORTING, show_stage
 from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, merge_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.extras import extra
@@ -58,8 +59,12 @@ def _keys(file: str) -> ApiKeys:
 
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
+    check_model(model, show_stage)
+    check_device(config)
+    show_stage(IMPORTING)
     from kvtier.server.plan import make_plan  # imported late, so that errors above need not wait for torch
 
+    show_stage(f"computing the sizes for {model}")
     plan = make_plan(model, config, keys)
     for line in plan.lines():
         print(line)
@@ -68,7 +73,8 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operators | None) -> int:
     settings = config.server
-    check_model(model)  # checked before torch is imported, so that errors appear at once
+    check_model(model, log.info)  # checked before torch is imported, so that errors appear at once
+    check_weights(model)
     check_device(config)
     check_files(config)
     name = Checkpoint.of(model).served_name

@@ -1,12 +1,14 @@
 """The `kvtier sidecar` command: prints the settings and how to attach engines, then serves engines."""
 
+import logging
 from collections.abc import Mapping
 
+from kvtier.cli.stages import show_stage
 from kvtier.engine.config import size_text
-from kvtier.sidecar.attach_commands import attach_commands
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.sidecar.endpoints import socket_path
-from kvtier.sidecar.process import run_process, url_of, validate
+from kvtier.web.log_lines import write_log
+
+log = logging.getLogger(__name__)
 
 
 def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
@@ -20,6 +22,13 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
         checks_only: Whether to only check and print the resulting configuration.
     """
     config = sidecar_config(source, given)
+    if checks_only:
+        show_stage("checking the sidecar's configuration")
+    else:
+        write_log(config.log_format)
+        log.info("starting the sidecar")
+    from kvtier.sidecar.process import run_process, validate  # imported late, after the first line of output
+
     validate(config)
     for line in _plan(config):
         print(line, flush=True)
@@ -27,6 +36,10 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
 
 
 def _plan(config: SidecarConfig) -> list[str]:
+    from kvtier.sidecar.attach_commands import attach_commands
+    from kvtier.sidecar.endpoints import socket_path
+    from kvtier.sidecar.process import url_of
+
     lines = [f"host memory  {size_text(config.host.capacity)}, allocated in extents of {size_text(config.extent)}"]
     if config.disk is None:
         lines.append("disk         none: blocks evicted from host memory are lost; give --disk PATH:SIZE to keep them")

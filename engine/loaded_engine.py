@@ -9,9 +9,10 @@ from typing import Self
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.build_core import build_core
-from kvtier.engine.config import Config
+from kvtier.engine.config import Config, size_text
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model, model_name
+from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.observability.metrics.server import MetricsServer, serve_metrics
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
@@ -36,7 +37,7 @@ class LoadedEngine:
 
         *progress* is called with the name of each stage.
         """
-        progress("loading the weights")
+        progress(_loading(model))
         loaded, its_tokenizer = load_model(model, config.model, tokenizer)
         with ExitStack() as undo:
             tokenizers = TokenizerThreads(its_tokenizer, config.server.tokenizer_threads)
@@ -55,3 +56,10 @@ class LoadedEngine:
             ends.callback(self.core.close, progress)
             ends.callback(self.metrics.close)
             ends.callback(self.tokenizers.close)
+
+
+def _loading(model: str | Path | PreTrainedModel) -> str:
+    if isinstance(model, PreTrainedModel):
+        return "using the loaded model"
+    num_bytes = Checkpoint.of(model).weights_bytes
+    return "downloading the weights" if num_bytes is None else f"loading the weights, {size_text(num_bytes)}"

@@ -101,6 +101,7 @@ def serve_engines(config: SidecarConfig, endpoints: Callable[[Listener], MakeEnd
                     num_left,
                     config.drain_s,
                 )
+    log.info("ended")
     return 0
 
 

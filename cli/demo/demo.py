@@ -15,7 +15,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.cli.demo.document import Document, Fact, is_right, make_document, question, with_facts
+from kvtier.cli.demo.document import Document, Fact, document_text, is_right, make_document, question, with_facts
 from kvtier.cli.demo.model import build_demo_model
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.llm import LLM, encode, load_model, torch_device
@@ -107,7 +107,7 @@ class Stage:
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
-            document = with_facts(_text_of(Path(plan.document)))
+            document = with_facts(document_text(plan.document))
         num_tokens = len(encode(tokenizer, document.text))
         if num_tokens < MIN_TOKENS:
             raise ValueError(f"document: {num_tokens} tokens are too few for the demo; use {MIN_TOKENS} or more")
@@ -128,15 +128,6 @@ class Stage:
         return cls(
             model, tokenizer, document, num_tokens, num_words, config, tuple(asked[: max(QUESTIONS.values()) + 1])
         )
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"document {path}: is not UTF-8 text ({error.reason}); give a text file") from error
-    except OSError as error:
-        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
 
 
 def _model(plan: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

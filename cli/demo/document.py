@@ -8,6 +8,7 @@ is lost, stale or from another document causes a wrong answer.
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 # Names occur only in fact sentences and questions. WORDS are the values of the facts. No name equals a word, even if
 # case is ignored.
@@ -232,3 +233,13 @@ def _filler_sentence(rng: random.Random) -> str:
 
     sentence = re.sub(r"{(\w+)}", fill, rng.choice(FILLER_SENTENCES))
     return sentence[0].upper() + sentence[1:]
+
+
+def document_text(path: str) -> str:
+    """Return the text of the file at *path*. Raise ValueError if the file cannot be read or is not UTF-8 text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"document {path}: is not UTF-8 text ({error.reason}); give a text file") from error
+    except OSError as error:
+        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error

