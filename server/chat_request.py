@@ -20,12 +20,13 @@ from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
 from kvtier.server.cache_control import CacheControl, check_breakpoints
 from kvtier.server.documents.kept_prefixes import Breakpoint
-from kvtier.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
+from kvtier.server.generation_request import IGNORED, NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.server.prompt import Prompt
 from kvtier.server.tool_calls.past_call import PastCall, template_id
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Function, Tool, ToolChoice, check_tools
 from kvtier.web.api_error import ApiError
 
+CHAT_IGNORED = IGNORED - {"parallel_tool_calls"}
 CHAT_NEUTRAL = NEUTRAL | {
     "add_special_tokens": (False,),  # the chat template writes the special tokens
     "best_of": (1,),
@@ -177,6 +178,25 @@ def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[C
     return of_tools + [control for message in messages for _, control in message.cache_controls()]
 
 
+def without_later_system(messages: Sequence[Message]) -> list[Message]:
+    """Return *messages* with each system message after the first message made a part of a user message.
+
+    Many chat templates take a system message only at the beginning. A later one is appended to the message before it.
+    If that message is the assistant's or a tool's, a user message with the text takes its place.
+    """
+    joined = [*messages[:1]]
+    follows_system = False
+    for message in messages[1:]:
+        is_system = message.role in ("system", "developer")
+        takes_text = joined[-1].role in ("user", "system", "developer")
+        if takes_text and (is_system or (follows_system and message.role == "user" == joined[-1].role)):
+            joined[-1] = msgspec.structs.replace(joined[-1], content=[*joined[-1].parts, *message.parts], refusal=None)
+        else:
+            joined.append(msgspec.structs.replace(message, role="user") if is_system else message)
+        follows_system = is_system
+    return joined
+
+
 def unknown_fields(messages: object) -> set[str]:
     """Return the names of fields in a client's *messages* that kvtier does not know and therefore ignores."""
     if not isinstance(messages, list):
@@ -277,6 +297,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         is_asked: bool = True,
     ) -> str:
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        if not traits.takes_later_system:
+            messages = without_later_system(messages)
         written = [message.answering(names).for_template(traits) for message in messages]
 
         def write(messages: Sequence[Mapping[str, Any]]) -> str:

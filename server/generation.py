@@ -20,15 +20,15 @@ from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.text.min_tokens import TooManyTokens
 from kvtier.server.chat_reply import ChatReply
-from kvtier.server.chat_request import CHAT_NEUTRAL, ChatRequest, unknown_fields
+from kvtier.server.chat_request import CHAT_IGNORED, CHAT_NEUTRAL, ChatRequest, unknown_fields
 from kvtier.server.choices import Choice, ChoicePiece, generate
 from kvtier.server.completion_reply import CompletionReply
 from kvtier.server.completion_request import COMPLETION_IGNORED, CompletionRequest
-from kvtier.server.context_limit import ContextLimit
+from kvtier.server.context_limit import ContextLimit, RequestLength
 from kvtier.server.documents.documents import Documents
 from kvtier.server.documents.kept_prefixes import MarkedPrompt
 from kvtier.server.documents.worker import PROMPT_PIN_S
-from kvtier.server.generation_request import IGNORED, NEUTRAL, log_unknown_fields
+from kvtier.server.generation_request import NEUTRAL, log_ignored_parameters, log_unknown_fields
 from kvtier.server.named_documents import with_document, with_document_texts
 from kvtier.server.prompt import Prompt
 from kvtier.server.reply import Answer, Reply
@@ -42,13 +42,14 @@ from kvtier.web.api_keys import effective_salt
 from kvtier.web.connection import in_time, while_connected
 from kvtier.web.event_stream import HEADERS
 from kvtier.web.facts import facts_of
-from kvtier.web.request_body import fit, json_object, parse, read_body
+from kvtier.web.request_body import fit, json_object, read_body
 
 HEADER = "x-kvtier-left-out"
 _MAX_CHARACTERS = 1024  # proxies take headers of a few KiB
 _AS_THEY_ARE = "./[]$"
 Asked: TypeAlias = CompletionRequest | ChatRequest
 ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
+TooLong: TypeAlias = Callable[[ContextLimit, RequestLength], str]
 
 _T = TypeVar("_T")
 
@@ -127,16 +128,27 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
+        self,
+        service: Service,
+        asked: Asked,
+        document: Sequence[int] = (),
+        reply_of: ReplyOf = openai_reply,
+        too_long: TooLong = ContextLimit.exceeded_by,
     ) -> None:
-        """Prepare the answer to *asked*. *reply_of* creates the writer of the answer in the endpoint's format.
+        """Prepare the answer to *asked*.
 
-        *document* has the token ids of a stored document, which precede each prompt of a CompletionRequest.
+        Args:
+            service: The state that all requests share.
+            asked: The request.
+            document: Token ids of a stored document, which precede each prompt of a CompletionRequest.
+            reply_of: Creates the writer of the answer in the endpoint's format.
+            too_long: Writes the endpoint's error message for a request that exceeds the context length.
         """
         self._service = service
         self._asked = asked
         self._document = document
         self._reply_of = reply_of
+        self._too_long = too_long
         self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._usage = Usage(asked.n)
 
@@ -229,10 +241,8 @@ class Generation:
                     "shorten it"
                 )
             else:
-                message = (
-                    f"{ContextLimit.of(llm)}. With {num_new} in the completion, the prompt may have {max_prompt}, but "
-                    f"it has {min_num_tokens} or more. Please shorten the prompt or the completion."
-                )
+                length = RequestLength(min_num_tokens, num_new, self._field, is_exact=False)
+                message = self._too_long(ContextLimit.of(llm), length)
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncEngine, tools: ToolUse) -> list[list[Choice]]:
@@ -264,11 +274,7 @@ class Generation:
             message = f"the prompt has {num_prompt} tokens, and server.max_prompt_tokens is {limit}; shorten it"
             raise ApiError(400, message, code=code, param=self._field)
         if num_prompt + num_new > longest.num_tokens:
-            message = (
-                f"{longest}. However, you requested "
-                f"{num_prompt + num_new} ({num_prompt} in the {self._field}, {num_new} in the completion). "
-                f"Please shorten the {self._field} or the completion."
-            )
+            message = self._too_long(longest, RequestLength(num_prompt, num_new, self._field))
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
@@ -386,8 +392,9 @@ async def complete(request: Request) -> Generation:
     """Answer `POST /v1/completions`."""
     service: Service = request.app.state.service
     service.check_open()
-    body = await read_body(request, service.settings)
-    asked = parse(body, CompletionRequest, COMPLETION_IGNORED, NEUTRAL)
+    content = json_object(await read_body(request, service.settings))
+    asked = fit(content, CompletionRequest, COMPLETION_IGNORED, NEUTRAL)
+    log_ignored_parameters(content, COMPLETION_IGNORED)
     return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
@@ -395,8 +402,8 @@ async def chat(request: Request) -> Generation:
     """Answer `POST /v1/chat/completions`."""
     service: Service = request.app.state.service
     service.check_open()
-    body = await read_body(request, service.settings)
-    content = json_object(body)
+    content = json_object(await read_body(request, service.settings))
+    asked = fit(content, ChatRequest, CHAT_IGNORED, CHAT_NEUTRAL)
     log_unknown_fields(unknown_fields(content.get("messages")))
-    asked = fit(content, ChatRequest, IGNORED, CHAT_NEUTRAL)
+    log_ignored_parameters(content, CHAT_IGNORED)
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

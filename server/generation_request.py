@@ -1,7 +1,7 @@
 """GenerationRequest: the request parameters that `/v1/completions` and `/v1/chat/completions` have in common."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -22,13 +22,17 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TTL_S = 30 * 86400.0
 MAX_BIASES = 1024
+MAX_STOPS = 64  # code editors send the first words of a programming language's statements
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
-# Parameters of OpenAI and vLLM that do not affect the answer: any value is accepted and ignored.
+# Parameters of OpenAI, vLLM and Open WebUI that do not affect the answer: any value is accepted and ignored.
 IGNORED = frozenset(
     {
+        "background_tasks",
+        "chat_id",
+        "features",
         "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
@@ -36,10 +40,14 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "request_id",
         "safety_identifier",
         "service_tier",
+        "session_id",
         "store",
+        "stream_interval",  # number of tokens in a chunk of a stream
         "user",
+        "variables",
     }
 )
 # Parameters that would change the answer, with the values that change nothing: any other value is refused.
@@ -48,7 +56,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "detokenize": (True,),
+    "chat_template": (),
     "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "function_call": ("none",),
     "functions": ([],),
     "include_reasoning": (True,),
@@ -56,19 +66,31 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors",),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -82,6 +104,7 @@ MAX_CHARACTERS = 40  # of a field's name in the log
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
+_told_parameters: set[str] = set()
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,7 +156,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] = []
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
-    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] = []
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     stream: bool = False
@@ -238,8 +261,20 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
     return otherwise if of_model is None else of_model
 
 
-def log_unknown_fields(names: Iterable[str]) -> None:
-    """Log the *names* of unknown fields in messages: each name once per process, at most `MAX_NAMES` names in all."""
-    for name in sorted(set(names) - _told)[: MAX_NAMES - len(_told)]:
-        _told.add(name)
-        log.info("messages: ignoring the unknown field %r", name[:MAX_CHARACTERS])
+def log_unknown_fields(names: Iterable[str], place: str = "messages") -> None:
+    """Log the *names* of unknown fields in the objects at *place* of a request.
+
+    Each name is logged once per process and place, and at most `MAX_NAMES` names in all.
+    """
+    told = {f"{place}: ignoring the unknown field {name[:MAX_CHARACTERS]!r}" for name in names}
+    for line in sorted(told - _told)[: MAX_NAMES - len(_told)]:
+        _told.add(line)
+        log.info(line)
+
+
+def log_ignored_parameters(content: Mapping[str, object], ignored: Collection[str]) -> None:
+    """Log the parameters in *content*, a request, that are *ignored*: the name of each once per process."""
+    there = {name for name in ignored if content.get(name) is not None}
+    for name in sorted(there - _told_parameters):
+        _told_parameters.add(name)
+        log.info("request: ignoring the parameter %r, which has no effect here", name)

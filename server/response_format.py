@@ -15,7 +15,12 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """The `response_format` that allows any JSON object."""
+    """The `response_format` that allows any JSON object.
+
+    *schema*, which llama.cpp and Together have in addition to OpenAI's API, works like that of `JsonSchemaFormat`.
+    """
+
+    schema: dict[str, Any] | None = None
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +83,8 @@ def as_structured_outputs(
 
 def _of_format(asked: ResponseFormat | None) -> list[dict[str, Any]]:
     match asked:
+        case JsonObjectFormat(schema) if schema:
+            return [{"json": schema, "strict": False, "parameter_name": "response_format"}]
         case JsonObjectFormat():
             return [{"json_object": True, "parameter_name": "response_format"}]
         case JsonSchemaFormat(named):

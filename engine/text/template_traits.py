@@ -41,6 +41,7 @@ class TemplateTraits:
     call: str | None = None  # a call of PROBE as the template renders it; None if it renders no calls
     roles_of_parts: frozenset[str] = frozenset()  # roles whose text is rendered only if it is in a list of parts
     lost_roles: frozenset[str] = frozenset()  # roles whose text is left out of the prompt in either form
+    takes_later_system: bool = True  # whether a system message may come after a user message
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = True) -> Self:
@@ -63,12 +64,22 @@ class TemplateTraits:
         user = {"role": "user", "content": _content("?", is_parts="user" in of_parts)}
         writes_tools = PROBE in (_written(tokenizer, [user], [_TOOL]) or "")
         text = _content("", is_parts="assistant" in of_parts)
+        later = [user, {"role": "system", "content": _content(_MARKER, is_parts="system" in of_parts)}]
+        answer = {"role": "assistant", "content": _content("!", is_parts="assistant" in of_parts)}
+        takes_later_system = all(_is_written(tokenizer, each, []) for each in (later, [*later, answer, user]))
         for call_id, arguments in product((_LONG_ID, _SHORT_ID), (_ARGUMENTS, '{"kvtier_value": 7}')):
             call = _call(tokenizer, user, text, call_id, arguments)
             if call is not None and _IS_JSON.search(call):
-                return cls(writes_tools, isinstance(arguments, str), call_id == _SHORT_ID, call, of_parts, lost)
+                is_text, is_short = isinstance(arguments, str), call_id == _SHORT_ID
+                return cls(writes_tools, is_text, is_short, call, of_parts, lost, takes_later_system)
         call = _call(tokenizer, user, text, _LONG_ID, _ARGUMENTS)
-        return cls(writes_tools, call=call, roles_of_parts=of_parts, lost_roles=lost)
+        return cls(
+            writes_tools,
+            call=call,
+            roles_of_parts=of_parts,
+            lost_roles=lost,
+            takes_later_system=takes_later_system,
+        )
 
     def content(self, role: str, text: str) -> str | list[dict[str, str]]:
         """Return *text* in the form that the template expects as the content of messages of *role*."""

@@ -147,7 +147,21 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
         return PastCall(self.id, CalledFunction(self.name, self.input))
 
 
-ResultBlock: TypeAlias = TextBlock | DocumentBlock | ImageBlock | SearchResultBlock
+class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
+    """The name of a tool that a search among the tools has found. It is treated as text.
+
+    Anthropic's servers put the found tool into the prompt. In kvtier's prompts, all tools of the request are there.
+    """
+
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart | DocumentPart]:
+        """Return the block as parts of a chat message."""
+        return [TextPart(self.tool_name, self.cache_control)]
+
+
+ResultBlock: TypeAlias = TextBlock | DocumentBlock | ToolReferenceBlock | ImageBlock | SearchResultBlock
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
@@ -172,6 +186,7 @@ Block: TypeAlias = (
     | DocumentBlock
     | ThinkingBlock
     | RedactedThinkingBlock
+    | ToolReferenceBlock
     | ImageBlock
     | SearchResultBlock
     | ToolUseBlock

@@ -20,7 +20,7 @@ from kvtier.server.anthropic.blocks import (
 from kvtier.server.anthropic.tools import AutoChoice, ClientTool, ToolChoice
 from kvtier.server.cache_control import CacheControl
 from kvtier.server.chat_request import MAX_MESSAGES, ChatRequest, Message
-from kvtier.server.generation_request import KvtierOptions, Text
+from kvtier.server.generation_request import MAX_STOPS, KvtierOptions, Text
 from kvtier.server.response_format import JsonSchemaFormat, NamedSchema
 from kvtier.server.tool_calls.tool import MAX_TOOLS
 
@@ -46,6 +46,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
+
+
+# Claude Code begins its system prompt with a line that differs from session to session and is not for the model.
+HEADER = "x-anthropic-billing-header:"
 
 
 class JsonOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
@@ -121,12 +125,24 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def _joined(self) -> Iterator[Message]:
-        if self.system:
-            blocks = [TextBlock(self.system)] if isinstance(self.system, str) else self.system
+        blocks = without_header([TextBlock(self.system)] if isinstance(self.system, str) else self.system or [])
+        if blocks:
             yield Message("system", [part for block in blocks for part in block.parts()])
         for role, messages in groupby(self.messages, lambda message: message.role):
             said: list[Block] = [block for message in messages for block in blocks_of(message.content)]
             yield from _answer(said) if role == "assistant" else _question(role, said)
+
+
+def without_header(blocks: Sequence[TextBlock]) -> Sequence[TextBlock]:
+    """Return the *blocks* of a system prompt without a first line that begins with `HEADER`.
+
+    The line would make the prompts of two sessions differ from the start, so that they could not share cached blocks.
+    """
+    if not blocks or not blocks[0].text.startswith(HEADER):
+        return blocks
+    first, *others = blocks
+    _, _, text = first.text.partition("\n")
+    return [msgspec.structs.replace(first, text=text), *others] if text else others
 
 
 def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
@@ -159,7 +175,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
-    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=16)] = []
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MAX_STOPS)] = []
     stream: bool = False
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0

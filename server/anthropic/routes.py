@@ -9,14 +9,17 @@ from starlette.routing import Route
 from kvtier.server.answers import InputTokens
 from kvtier.server.anthropic.message_reply import MessageReply
 from kvtier.server.anthropic.messages_request import IGNORED, NEUTRAL, Conversation, MessagesRequest
+from kvtier.server.anthropic.tools import unknown_fields
+from kvtier.server.context_limit import ContextLimit
 from kvtier.server.generation import Generation
+from kvtier.server.generation_request import log_ignored_parameters, log_unknown_fields
 from kvtier.server.named_documents import with_document_texts
 from kvtier.server.service import Service
 from kvtier.web.api_error import json_response
 from kvtier.web.connection import while_connected
 from kvtier.web.facts import facts_of
 from kvtier.web.paths import COUNT_TOKENS, MESSAGES
-from kvtier.web.request_body import parse, read_body
+from kvtier.web.request_body import fit, json_object, read_body
 
 _T = TypeVar("_T", bound=Conversation)
 
@@ -41,6 +44,7 @@ async def create_message(request: Request) -> Generation:
         reply_of=lambda chat, _, __, usage, tools: MessageReply(
             chat.model, usage, tools, facts.request_id, asked.is_warmup
         ),
+        too_long=ContextLimit.exceeded_by_messages,
     )
 
 
@@ -50,7 +54,8 @@ async def count_tokens(request: Request) -> Response:
     asked = await _asked(request, service, Conversation)
     service.models.lora_of(asked.model)
     tenant = facts_of(request.scope).tenant
-    generation = Generation(service, with_document_texts(service, tenant, asked.chat()))
+    chat = with_document_texts(service, tenant, asked.chat())
+    generation = Generation(service, chat, too_long=ContextLimit.exceeded_by_messages)
 
     num_tokens = await while_connected(request.receive, generation.num_tokens(tenant))
     return json_response(InputTokens(num_tokens))
@@ -58,4 +63,8 @@ async def count_tokens(request: Request) -> Response:
 
 async def _asked(request: Request, service: Service, kind: type[_T]) -> _T:
     service.check_open()
-    return parse(await read_body(request, service.settings), kind, IGNORED, NEUTRAL)
+    content = json_object(await read_body(request, service.settings))
+    asked = fit(content, kind, IGNORED, NEUTRAL)
+    log_ignored_parameters(content, IGNORED)
+    log_unknown_fields(unknown_fields(content.get("tools")), "tools")
+    return asked

@@ -9,11 +9,11 @@ from kvtier.server.tool_calls.tool import Function, FunctionName, NamedFunction,
 from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 
 
-class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClientTool(msgspec.Struct, frozen=True):
     """A tool that the client runs.
 
-    *eager_input_streaming*, *defer_loading*, *input_examples* and *allowed_callers* are accepted and ignored. All tools
-    are always in the prompt.
+    Unknown fields, such as *defer_loading*, *input_examples* and *allowed_callers*, are ignored, see `unknown_fields`.
+    All tools are always in the prompt.
     """
 
     name: FunctionName
@@ -22,15 +22,12 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str | None = None
     cache_control: CacheControl | None = None
     strict: bool | None = None
-    eager_input_streaming: bool | None = None
-    defer_loading: Any = None
-    input_examples: Any = None
-    allowed_callers: Any = None
 
     def __post_init__(self) -> None:
         if self.type not in (None, "custom"):
             raise ValueError(
-                "type: a tool that the server runs is not supported; send a tool of your own, with an input_schema"
+                f"type: {self.type} is a tool of Anthropic's own servers, which this server does not have; leave the "
+                "tool out, or send one of your own with an input_schema"
             )
         if self.input_schema is None:
             raise ValueError("input_schema: is missing; give the JSON schema of the tool's input")
@@ -40,6 +37,14 @@ class ClientTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Tool(
             Function(self.name, self.description, self.input_schema, self.strict), cache_control=self.cache_control
         )
+
+
+def unknown_fields(tools: object) -> set[str]:
+    """Return the names of fields in a client's *tools* that kvtier does not know and therefore ignores."""
+    if not isinstance(tools, list):
+        return set()
+    found = set[str]().union(*(tool.keys() for tool in tools if isinstance(tool, dict)))
+    return found.difference(ClientTool.__struct_fields__)
 
 
 class _Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):

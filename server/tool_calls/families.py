@@ -27,7 +27,7 @@ def _listed(name: str, opening: str, closing: str, *markers: str, trailers: tupl
 
 # The first family that matches is chosen, so families without a marker come last.
 _SYNTAXES = (
-    CallSyntax(  # Qwen 2.5 and 3, Hermes, SmolLM2 and 3, Granite 4
+    CallSyntax(  # Qwen 2.5 and 3, Hermes, SmolLM3, Granite 4
         "hermes",
         CallShape(f"<tool_call>\n{_NAME}", _ARGUMENTS, "}\n</tool_call>"),
         JsonBlock,

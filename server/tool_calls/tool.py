@@ -63,14 +63,51 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     """A `tool_choice` that names the one tool that the model must call."""
+
+    function: NamedFunction
+
+
+class AllowedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that an `AllowedTools` object lists."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
-ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool
+class AllowedToolList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tools that the model may call. In the mode `required`, the model must call at least one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that allows only some of the request's tools.
+
+    All tools stay in the prompt, so that a change of the allowed tools does not change the prompt.
+    """
+
+    allowed_tools: AllowedToolList
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the allowed tools."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+
+
+def chosen_names(choice: ToolChoice) -> set[str] | None:
+    """Return the names of the tools to which *choice* restricts the model, or None if it restricts nothing."""
+    match choice:
+        case NamedTool(function):
+            return {function.name}
+        case AllowedTools():
+            return choice.names
+    return None
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
@@ -78,8 +115,10 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"tools: two tools have the name {twice}; give each tool a unique name")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ValueError(f"tool_choice: the request has no tool of that name; its tools: {', '.join(names) or 'none'}")
+    chosen = set() if choice is None else chosen_names(choice) or set()
+    if unknown := sorted(chosen.difference(names)):
+        there = ", ".join(names) or "none"
+        raise ValueError(f"tool_choice: the request has no tool named {unknown[0]}; its tools: {there}")
     if choice == "required" and not tools:
         raise ValueError(
             "tool_choice is 'required', but the request has no tools; send tools, or leave tool_choice out"

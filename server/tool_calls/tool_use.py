@@ -16,7 +16,7 @@ from kvtier.server.tool_calls.deltas import Reader, TextReader
 from kvtier.server.tool_calls.families import syntax_of
 from kvtier.server.tool_calls.free_reader import FreeReader
 from kvtier.server.tool_calls.shaped_reader import ShapedReader
-from kvtier.server.tool_calls.tool import NamedTool, Tool, ToolChoice
+from kvtier.server.tool_calls.tool import AllowedTools, NamedTool, Tool, ToolChoice, chosen_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,11 @@ class ToolUse:
         self._form = form
         self._answer = answer
         self._is_used = bool(tools) and choice != "none"
-        self._is_forced = self._is_used and choice != "auto"
-        name = choice.function.name if isinstance(choice, NamedTool) else None
-        self._functions = [tool.function for tool in tools if name in (None, tool.function.name)]
-        self._is_parallel = is_parallel and name is None
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        self._is_forced = self._is_used and mode != "auto"
+        chosen = chosen_names(choice)
+        self._functions = [tool.function for tool in tools if chosen is None or tool.function.name in chosen]
+        self._is_parallel = is_parallel and not isinstance(choice, NamedTool)
         self._is_strict = any(function.strict for function in self._functions)
 
     def reader(self) -> Reader:

@@ -62,6 +62,26 @@ def test_all_that_is_said_reaches_the_prompt(name: str, content: str | list[dict
     assert [prompt.count(text) for text in ("Is it", first, "Where?")] == [2, 2 if first == "Is it wet?" else 1, 1]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_system_message_after_a_question_reaches_the_prompt(name: str) -> None:
+    later = {"role": "system", "content": "The tide is low."}
+    answer = {"role": "assistant", "content": "Where?"}
+
+    prompt = written(ALL[name], USER, later, answer, USER)
+
+    assert [prompt.count(text) for text in ("Is it wet?", "The tide is low.", "Where?")] == [2, 1, 1]
+    assert prompt.index("Is it wet?") < prompt.index("The tide is low.") < prompt.index("Where?")
+
+
+def test_a_template_that_takes_no_later_system_message_gets_its_text_from_the_user() -> None:
+    later = {"role": "system", "content": "The tide is low."}
+    answer = {"role": "assistant", "content": "Where?"}
+
+    assert written(GEMMA, USER, later) == written(GEMMA, {"role": "user", "content": "Is it wet?\nThe tide is low."})
+    after_answer = {"role": "user", "content": "The tide is low.\nIs it wet?"}
+    assert written(GEMMA, USER, answer, later, USER) == written(GEMMA, USER, answer, after_answer)
+
+
 def test_a_content_is_a_list_of_parts_only_where_the_template_wants_one() -> None:
     assert written(GUARD, USER) == "\n\nUser: Is it wet?\n\nIs the last message safe?"
     assert written(VISION, USER) == "USER: Is it wet? ASSISTANT:"

@@ -23,6 +23,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 KINDS = [
     ({"response_format": FORMAT}, ""),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ""),
     ({"structured_outputs": {"json": SCHEMA}}, ""),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, ""),
     ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}, ""),
@@ -81,6 +82,12 @@ def test_any_json_object_is_an_object(server: ServerInThread) -> None:
         closing = {str(byte_tokenizer()("}")["input_ids"][0]): 6.0}  # or it would go on for long
         [choice] = chat(server, response_format={"type": "json_object"}, seed=seed, logit_bias={**NO_BLANKS, **closing})
         assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_an_object_without_a_schema_is_any_object(server: ServerInThread) -> None:
+    for no_schema in ({}, None):
+        [choice] = chat(server, response_format={"type": "json_object", "schema": no_schema})
+        assert choice["message"]["content"].startswith("{")
 
 
 def test_any_text_is_as_without_a_format(server: ServerInThread) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from plain_http import NO_TLS
-from serving import MODEL, ServerInThread, chat_tokenizer, serving, tables
+from serving import MODEL, ServerInThread, chat_tokenizer, events, serving, tables
 from small_models import VOCAB, build, byte_tokenizer
 
 from kvtier.server.generation_request import MAX_NAMES, log_unknown_fields
@@ -69,27 +69,103 @@ def test_empty_settings_change_nothing(server: ServerInThread) -> None:
     assert "logprobs: " not in error(server, "/v1/chat/completions", {"messages": [QUESTION], "top_logprobs": 1})
 
 
+# Parameters of vLLM's API with the values that they have by default, where those are not null.
 UNCHANGED = {
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "best_of": 1,
+    "detokenize": True,
+    "early_stopping": False,
+    "ec_transfer_params": {},
+    "frequency_penalty": 0.0,
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "kv_transfer_params": {},
+    "length_penalty": 1.0,
+    "logit_bias": {},
+    "logits_processors": [],
+    "logprob_token_ids": [],
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "mm_payload": "tensors",
+    "n": 1,
+    "presence_penalty": 0.0,
+    "priority": 0,
+    "repetition_penalty": 1.0,
+    "request_id": "0123456789abcdef",
+    "return_mm_kwargs": False,
+    "return_prompt_text": False,
+    "return_token_ids": False,
+    "return_token_offsets": False,
+    "return_tokens_as_token_ids": False,
+    "routed_experts_prompt_start": 0,
+    "session_id": "s",
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "best_of": 1,
+    "stop": [],
+    "stop_token_ids": [],
+    "stream": False,
+    "stream_interval": 1,
+    "top_k": 0,
+    "top_p": 1.0,
+    "truncation_side": "left",
     "use_beam_search": False,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "detokenize": True,
-    "allowed_token_ids": [],
-    "return_token_ids": False,
     "vllm_xargs": {},
+    "watermarking": False,
 }
-OF_CHATS = {"add_generation_prompt": True, "add_special_tokens": False, "documents": []}
-CHANGED = {"skip_special_tokens": False, "include_stop_str_in_output": True, "use_beam_search": True, "best_of": 3}
+OF_CHATS = {
+    "add_generation_prompt": True,
+    "add_special_tokens": False,
+    "chat_template_kwargs": {},
+    "continue_final_message": False,
+    "documents": [],
+    "echo": False,
+    "include_reasoning": True,
+    "logprobs": False,
+    "media_io_kwargs": {},
+    "mm_processor_kwargs": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+    "verbosity": "medium",
+}
+NULL = {
+    "chat_template",
+    "cache_salt",
+    "max_completion_tokens",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "repetition_detection",
+    "seed",
+    "stream_options",
+    "structured_outputs",
+    "suffix",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+    "user",
+}
+CHANGED = {
+    "best_of": 3,
+    "chat_template": "{{ messages }}",
+    "include_stop_str_in_output": True,
+    "length_penalty": 1.2,
+    "prompt_embeds": "AAAA",
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_token_ids": True,
+    "skip_special_tokens": False,
+    "thinking_token_budget": 10,
+    "truncation_side": "right",
+    "use_beam_search": True,
+}
 
 
 def test_vllms_parameters_with_values_that_change_nothing_are_let_pass(server: ServerInThread) -> None:
-    assert chat(server, QUESTION, **UNCHANGED, **OF_CHATS) == chat(server, QUESTION)
+    nulls = dict.fromkeys(NULL)
+    assert chat(server, QUESTION, **UNCHANGED, **OF_CHATS, **nulls) == chat(server, QUESTION)
     plain = server.complete("Hello", max_tokens=5)
-    assert server.complete("Hello", max_tokens=5, **UNCHANGED, add_special_tokens=True)["choices"] == plain["choices"]
+    unchanged = {**UNCHANGED, "ignore_eos": True, "add_special_tokens": True, "echo": False, **nulls}
+    assert server.complete("Hello", max_tokens=5, **unchanged)["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -100,6 +176,33 @@ def test_those_that_would_change_the_answer_are_refused_by_name(server: ServerIn
     said = error(server, path, {**asked, name: CHANGED[name]})
 
     assert said["message"].startswith(name)
+    assert "\n" not in said["message"]
+
+
+def test_ignored_parameters_are_told_once(server: ServerInThread, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
+        for _ in range(2):
+            chat(server, QUESTION, safety_identifier="me", prompt_cache_options={"mode": "implicit"})
+
+    told = [record.getMessage() for record in caplog.records if record.name == "kvtier.server.generation_request"]
+    assert told == [
+        "request: ignoring the parameter 'prompt_cache_options', which has no effect here",
+        "request: ignoring the parameter 'safety_identifier', which has no effect here",
+    ]
+
+
+def test_each_chunk_may_have_the_usage_so_far(server: ServerInThread) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**GREEDY, "messages": [QUESTION], "max_tokens": 5, "stream": True, "stream_options": options}
+
+    *chunks, last = events(iter(server.post("/v1/chat/completions", json=body).text.splitlines()))
+
+    usages = [chunk["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 5)
+    assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+    assert last["usage"]["completion_tokens"] == 5
 
 
 def test_a_prompt_may_end_with_its_last_message(server: ServerInThread) -> None:

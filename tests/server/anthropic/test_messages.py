@@ -1,6 +1,7 @@
 """The server answers the `anthropic` client, and refuses mistakes in Anthropic's shape."""
 
 import json
+import logging
 
 import anthropic
 import httpx2
@@ -199,11 +200,20 @@ def test_a_text_too_long_to_be_answered_is_not_counted_either(server: ServerInTh
         ),
         ({"tools": [{"name": "a", "input_schema": {}}]}, "the model's chat template does not support tools"),
         ({"tools": [{"name": "a"}]}, "input_schema: is missing"),
-        ({"tools": [{"name": "a", "type": "web_search_20250305"}]}, "a tool that the server runs is not supported"),
+        (
+            {"tools": [{"name": "web_search", "type": "web_search_20250305", "max_uses": 8}]},
+            "tools[0]: type: web_search_20250305 is a tool of Anthropic's own servers",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice is 'required', but the request has no tools"),
         ({"temperature": 1.5}, "temperature"),
         ({"unheard_of": 1}, "unheard_of: unknown parameter"),
         ({"max_tokens": 5000}, "maximum context length is 4096"),
+        ({"max_tokens": 4090}, "input length and `max_tokens` exceed context limit: 24 + 4090 > 4096"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 4085}]},
+            "prompt is too long: 4103 tokens > 4096 maximum. This model's maximum context length is 4096 tokens.",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "prompt is too long: "),
     ],
 )
 def test_a_mistake_is_named_in_anthropics_shape(server: ServerInThread, changed: dict, told: str) -> None:
@@ -249,6 +259,41 @@ def test_what_coding_agents_send_is_let_pass(server: ServerInThread) -> None:
         assert answer.json()["content"] == plain["content"]
     counted = server.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO, **CODING})
     assert counted.json()["input_tokens"] == len("<system>Be brief.\n<user>Hello?\n<assistant>")
+
+
+def test_what_is_ignored_is_told_in_one_line_for_all_requests(
+    server: ServerInThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": MODEL, "max_tokens": 1, "messages": HELLO, "inference_geo": "us", "user_profile_id": "u"}
+
+    with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
+        for _ in range(2):
+            assert server.post("/v1/messages?beta=true", json=body).status_code == 200
+
+    told = [record.getMessage() for record in caplog.records if record.name == "kvtier.server.generation_request"]
+    assert told == [
+        f"request: ignoring the parameter '{name}', which has no effect here"
+        for name in ("inference_geo", "user_profile_id")
+    ]
+
+
+def test_a_header_that_differs_between_sessions_is_not_in_the_prompt(server: ServerInThread) -> None:
+    headers = [f"x-anthropic-billing-header: cc_version=2.1.197.{session}; cc_entrypoint=cli;" for session in "ab"]
+    text = "You know harbours. " * 10
+    alone = [{"type": "text", "text": header} for header in headers]
+    systems = [[each, {"type": "text", "text": text}] for each in alone]
+
+    plain = ask(server, system=text, messages=HELLO)
+    first, second = (ask(server, system=system, messages=HELLO) for system in systems)
+    as_text = ask(server, system=f"{headers[0]}\n{text}", messages=HELLO)
+    nothing_else = ask(server, system=alone[:1], messages=HELLO)
+
+    for done in (first, second, as_text):
+        assert done.content == plain.content
+        assert done.usage.cache_read_input_tokens > len(text)
+    assert nothing_else.content == ask(server, messages=HELLO).content
+    spoken = [{"role": "user", "content": headers[0]}]  # only the system prompt has such a header
+    assert client_of(server).messages.count_tokens(model=MODEL, messages=spoken).input_tokens > len(headers[0])
 
 
 def test_nulls_of_clients_count_as_absent_at_any_depth(server: ServerInThread) -> None:

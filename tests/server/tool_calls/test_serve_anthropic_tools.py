@@ -1,5 +1,7 @@
 """The server answers the `anthropic` client with calls of tools."""
 
+import logging
+
 import anthropic
 import pytest
 from anthropic.types import Message
@@ -152,6 +154,37 @@ def test_a_conversation_goes_on_with_results(tool_server: ServerInThread, script
     assert tool_server.post("/tokenize", json=chat).json()["count"] == tokens
 
 
+def test_fields_of_tools_that_only_ask_for_more_are_ignored_and_told_once(
+    tool_server: ServerInThread, script: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"defer_loading": True, "input_examples": [{"city": "Paris"}], "allowed_callers": ["direct"]}
+    plain = ask(tool_server, script, "call")
+
+    with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
+        for _ in range(2):
+            done = ask(tool_server, script, "call", tools=[{**tool, **more} for tool in TOOLS])
+
+    assert done.usage.cache_read_input_tokens > 0
+    assert [block.type for block in done.content] == [block.type for block in plain.content] == ["text", "tool_use"]
+    told = [record.getMessage() for record in caplog.records if record.name == "kvtier.server.generation_request"]
+    assert told == [f"tools: ignoring the unknown field '{name}'" for name in sorted(more)]
+
+
+def test_a_reference_to_a_tool_is_the_text_of_its_name(tool_server: ServerInThread) -> None:
+    def num_tokens(content: object) -> int:
+        messages = [
+            *ASKED,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": content}]},
+        ]
+        body = {"model": MODEL, "messages": messages, "tools": TOOLS}
+        return int(tool_server.post("/v1/messages/count_tokens", json=body).json()["input_tokens"])
+
+    found = [{"type": "tool_reference", "tool_name": tool["name"]} for tool in TOOLS]
+
+    assert num_tokens(found) == num_tokens("get_weather\nsearch")
+
+
 def test_tools_with_a_breakpoint_are_kept_and_found(tool_server: ServerInThread, script: Scripted) -> None:
     kept = [TOOLS[0], {**TOOLS[1], "cache_control": {"type": "ephemeral"}}]
     body = {"temperature": 0, "cache_salt": "kept tools", "kvtier": {"skip_reading_prefix_cache": False}}
@@ -191,7 +224,7 @@ def test_a_breakpoint_may_stand_at_a_call_or_at_its_result(tool_server: ServerIn
     [
         ({"tools": [{**TOOLS[0], "input_schema": {"type": "array"}}]}, "is not the schema of an object"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name get_weather"),
-        ({"tool_choice": {"type": "tool", "name": "rm"}}, "the request has no tool of that name"),
+        ({"tool_choice": {"type": "tool", "name": "rm"}}, "the request has no tool named rm"),
         (
             {
                 "messages": [

@@ -274,6 +274,33 @@ def test_a_conversation_goes_on_with_what_the_tool_has_said(tool_server: ServerI
     assert len(tokens) == done.usage.prompt_tokens
 
 
+def allowed(mode: str, *names: str) -> dict[str, object]:
+    """A `tool_choice` that allows only the named tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_allowed_tools_are_called(tool_server: ServerInThread, script: Scripted) -> None:
+    both = ask(tool_server, tool_choice=allowed("auto", "search", "get_weather"), **script.saying("calls"))
+    one = ask(tool_server, tool_choice=allowed("auto", "search"), **script.saying("calls"))
+
+    assert said(both) == [("search", {"depth": 2}), ("get_weather", {"city": "Rome"})]
+    assert said(one) == said(both)[:1]
+    assert "get_weather" in one.choices[0].message.content  # a call that is not allowed stays text
+
+
+def test_an_allowed_tool_can_be_required_and_the_prompt_stays_the_same(tool_server: ServerInThread) -> None:
+    plain = ask(tool_server)
+
+    done = ask(tool_server, tool_choice=allowed("required", "search"), parallel_tool_calls=False)
+
+    ((name, arguments),) = said(done)
+    assert (name, arguments["depth"] in (1, 2, 3)) == ("search", True)
+    assert done.usage.prompt_tokens == plain.usage.prompt_tokens
+    cached = done.usage.prompt_tokens_details.cached_tokens
+    assert cached >= plain.usage.prompt_tokens // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_clients_helpers_take_models_for_tools(tool_server: ServerInThread, script: Scripted, choice: str) -> None:
     asked = {**GREEDY, "tools": [openai.pydantic_function_tool(GetWeather, name="get_weather")], "tool_choice": choice}
@@ -297,8 +324,11 @@ def test_the_clients_helpers_take_models_for_tools(tool_server: ServerInThread, 
     [
         (
             {"tool_choice": {"type": "function", "function": {"name": "rm"}}},
-            "the request has no tool of that name; its tools: get_weather",
+            "the request has no tool named rm; its tools: get_weather",
         ),
+        ({"tool_choice": allowed("auto", "search", "rm")}, "no tool named rm; its tools: get_weather, search"),
+        ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("none", "search")}, "tool_choice.allowed_tools.mode"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice is 'required', but the request has no tools"),
         ({"tools": [WEATHER, WEATHER]}, "two tools have the name get_weather"),
         ({"tools": [{"type": "web_search"}]}, "type"),
