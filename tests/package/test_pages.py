@@ -2,15 +2,12 @@
 
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import yaml
-from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages
+from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages, site_titles
 
 from kvtier.connectors.sglang_storage.options import JUDGED as SGLANG_OPTIONS
 from kvtier.connectors.vllm_connector import counts
@@ -162,10 +159,7 @@ def test_readme_is_short_and_leads_to_every_page() -> None:
 
 
 def test_the_sites_navigation_has_each_page_once() -> None:
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    named = list(pages_of(site["nav"]))
-
-    assert sorted(named) == sorted(PAGES)
+    assert sorted(page for page, _ in site_titles()) == sorted(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -175,12 +169,6 @@ def test_a_page_links_to_what_make_docs_copies(page: str) -> None:
 
     linked = {link.file for link in links_of(ROOT / page)}
     assert [file for file in linked if not any(file.is_relative_to(path) for path in there)] == []
-
-
-def pages_of(navigation: list[dict[str, Any]]) -> Iterator[str]:
-    """The pages that mkdocs' navigation names."""
-    for (_, below), *_ in (entry.items() for entry in navigation):
-        yield from [below] if isinstance(below, str) else pages_of(below)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """The documents that people read, and what they link to and name."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +27,24 @@ class Link:
 def pages() -> list[Path]:
     """Return the documents: README, DESIGN and others at the top, and all in `docs/` and `examples/`."""
     return [path for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in sorted(ROOT.glob(pattern))]
+
+
+class _SiteLoader(yaml.SafeLoader):
+    """A loader of mkdocs.yml in which values from the environment are empty."""
+
+
+_SiteLoader.add_constructor("!ENV", lambda loader, node: "")
+
+
+def site_titles() -> list[tuple[str, str]]:
+    """Return each page of the site's navigation with its title, in order."""
+    return list(_entries(yaml.load((ROOT / "mkdocs.yml").read_text(), _SiteLoader)["nav"]))
+
+
+def _entries(navigation: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for entry in navigation:
+        for title, below in entry.items():
+            yield from [(below, title)] if isinstance(below, str) else _entries(below)
 
 
 def links_of(page: Path) -> list[Link]:

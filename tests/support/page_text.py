@@ -4,11 +4,8 @@ import functools
 import os
 import re
 import textwrap
-from collections.abc import Iterator
-from typing import Any
 
-import yaml
-from markdown_links import ROOT
+from markdown_links import site_titles
 
 WIDTH = 120
 
@@ -35,13 +32,7 @@ def title_of(page: str) -> str:
 
 @functools.cache
 def _titles() -> dict[str, str]:
-    return dict(_entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-
-
-def _entries(navigation: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    for entry in navigation:
-        for title, below in entry.items():
-            yield from [(below, title)] if isinstance(below, str) else _entries(below)
+    return dict(site_titles())
 
 
 def _wrapped(text: str, first: str, later: str) -> str:
