@@ -40,10 +40,23 @@ class Scripted:
         return {"temperature": 0, "chat_template_kwargs": {"cue": _cue(name)}}
 
 
-def scripted(scripts: Mapping[str, str], template: str, special: Sequence[str] = ()) -> Scripted:
-    """A model with these scripts by name. Texts in *special*, of which a script has each once at most, are special
-    tokens, which are left out of other texts."""
-    tokenizer = byte_tokenizer()
+def scripted(
+    scripts: Mapping[str, str],
+    template: str,
+    special: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **settings: object,
+) -> Scripted:
+    """Return a model with these scripts by name.
+
+    Args:
+        scripts: Text of each script. A script may have each text in *special* once at most.
+        template: The chat template, after which the script's cue is written.
+        special: Texts that are special tokens, which are left out of other texts.
+        tokenizer: Tokenizer to extend; the default has a token for each byte.
+        settings: Further settings of the model's configuration, such as its number of layers.
+    """
+    tokenizer = tokenizer or byte_tokenizer()
     tokenizer.chat_template = template + "{{ cue }}"
     tokenizer.add_tokens([AddedToken(text, special=True) for text in (END, *special)], special_tokens=True)
     there: set[str] = set()
@@ -51,7 +64,7 @@ def scripted(scripts: Mapping[str, str], template: str, special: Sequence[str] =
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in [*sorted(there), *map(_cue, scripts)]])
     ids = [tokenizer.convert_tokens_to_ids([_cue(name), *chain, END]) for name, chain in chains.items()]
     firsts = {name: first for name, (_, first, *_) in zip(scripts, ids, strict=True)}
-    return Scripted(_model(len(tokenizer), ids), tokenizer, firsts)
+    return Scripted(_model(len(tokenizer), ids, settings), tokenizer, firsts)
 
 
 def _cue(name: str) -> str:
@@ -77,9 +90,10 @@ def _pieces(script: str, special: Sequence[str], there: set[str]) -> list[str]:
 
 
 @torch.no_grad()
-def _model(vocab_size: int, chains: Sequence[Sequence[int]]) -> PreTrainedModel:
+def _model(vocab_size: int, chains: Sequence[Sequence[int]], settings: Mapping[str, object]) -> PreTrainedModel:
     assert vocab_size <= MAX_TOKENS
-    config = LlamaConfig(**{**COMMON, "vocab_size": vocab_size, "hidden_size": MAX_TOKENS}, tie_word_embeddings=False)
+    sizes = {**COMMON, "vocab_size": vocab_size, "hidden_size": MAX_TOKENS, **settings}
+    config = LlamaConfig(**sizes, tie_word_embeddings=False)
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
         parameter.zero_()

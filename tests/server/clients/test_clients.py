@@ -132,6 +132,23 @@ def test_openais_client_of_node(server: Address, expected: Expected) -> None:
 
 
 @needs_node
+def test_openais_client_of_node_with_the_responses_api(server: Address, expected: Expected) -> None:
+    seen = run_node(server, expected, "openai_responses.mjs")
+
+    assert (seen["text"], seen["streamed"], seen["collected"], seen["stored"]) == (expected.text,) * 4
+    assert seen["status"] == "incomplete"
+    assert {"response.created", "response.output_item.done", "response.incomplete"} <= set(seen["kinds"])
+    for usage in (seen["usage"], seen["streamed_usage"]):
+        assert (usage["input_tokens"], usage["output_tokens"]) == (expected.prompt_tokens, ANSWER_TOKENS)
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert min_cached(expected.prompt_tokens) <= cached < expected.prompt_tokens
+    continued = seen["continued_usage"]
+    assert continued["input_tokens"] > expected.prompt_tokens
+    assert continued["input_tokens_details"]["cached_tokens"] >= min_cached(expected.prompt_tokens)
+    assert seen["refused"] == {"kind": "NotFoundError", "status": 404, "code": "response_not_found"}
+
+
+@needs_node
 def test_vercels_ai_sdk(server: Address, expected: Expected) -> None:
     seen = run_node(server, expected, "ai_sdk.mjs")
 
