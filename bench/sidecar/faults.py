@@ -47,7 +47,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Documented:
-    """What docs/sidecar.md says of one moment, with `mq_timeout` 5 and `heartbeat_interval` 2."""
+    """What docs/how-to/vllm-lmcache.md says of one moment, with `mq_timeout` 5 and `heartbeat_interval` 2."""
 
     max_s: float  # that the request takes, a prompt's computation included
     lives: bool = True  # the engine, whatever the policy; else LMCache's client or vLLM may end it

@@ -20,7 +20,7 @@ stop() { # vLLM first: what it has computed is in the sidecar then, which writes
 trap stop EXIT
 trap 'exit 0' INT TERM
 
-"$kvtier" sidecar --host "$host" --disk "$disk" --socket "$socket" --listen "ipc://$run/kvtier-lmcache.sock" \
+"$kvtier" sidecar --host-memory "$host" --disk "$disk" --socket "$socket" --listen "ipc://$run/kvtier-lmcache.sock" \
   --http-port "${KVTIER_HTTP_PORT:-9464}" &
 sidecar_pid=$!
 
