@@ -4,16 +4,20 @@ import re
 import tomllib
 
 import cli_page
+import metrics_compat_page
 import metrics_page
 import msgspec
 import pytest
 from configuration_page import EXAMPLES, example_of, example_value, keys_of, meanings_of, parts_of
 from markdown_links import ROOT
 from page_checks import faults_of_command
+from peer_boards import BOARDS
 from reference_pages import PAGES
 
 from kvtier.cli.main import build_parser
 from kvtier.engine.config import Config, Table, config_from_dict, parse_bytes, tree_from_dict
+from kvtier.engine.observability.metrics.compat.lmcache_names import LMCACHE_CATALOGUE
+from kvtier.engine.observability.metrics.compat.vllm_names import VLLM_CATALOGUE
 from kvtier.routing.config import RouteConfig
 from kvtier.sidecar.config import SidecarConfig
 
@@ -37,7 +41,7 @@ def test_a_page_depends_on_no_terminal_and_no_home(page: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_lines_of_a_page_are_short(page: str) -> None:
-    assert [line for line in PAGES[page]().splitlines() if len(line) > LONGEST_LINE] == []
+    assert [line for line in PAGES[page]().splitlines() if len(line) > LONGEST_LINE and "https://" not in line] == []
 
 
 def test_every_command_and_option_is_on_the_page() -> None:
@@ -101,6 +105,22 @@ def test_an_example_of_a_table_that_is_not_there_by_default_is_accepted() -> Non
         assert getattr(config_from_dict(tables), table) is not None
 
 
-def test_every_remark_belongs_to_a_metric() -> None:
-    assert set(metrics_page.MORE) <= metrics_page.metrics_on_page()
-    assert [name for name in metrics_page.metrics_on_page() if f"`{name}" not in metrics_page.metrics_page()] == []
+def test_every_metric_is_on_the_page_and_every_remark_belongs_to_one() -> None:
+    found = {each.name for each in metrics_page.metrics_on_page()}
+
+    assert set(metrics_page.MORE) <= found
+    assert [name for name in found if f"`{name}" not in metrics_page.metrics_page()] == []
+
+
+def test_every_name_of_other_projects_has_a_meaning_and_no_other() -> None:
+    exported = {each.name for each in (*VLLM_CATALOGUE, *LMCACHE_CATALOGUE)}
+
+    assert metrics_compat_page.names_with_meaning() == exported
+
+
+def test_every_panel_of_the_boards_of_other_projects_is_on_the_page() -> None:
+    page = " ".join(metrics_compat_page.metrics_compat_page().split())
+    titles = [panel.title for board in BOARDS.values() for panel in board.panels]
+
+    assert titles
+    assert [title for title in titles if title not in page] == []

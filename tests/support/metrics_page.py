@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 from page_text import bullet
@@ -18,8 +18,8 @@ INTRODUCTION = """# Metrics
 kvtier exports metrics for Prometheus. `kvtier serve`, `kvtier sidecar` and `kvtier route` serve them at `/metrics`. The
 library serves them at a port of its own if its configuration has one, for example `metrics_port = 9400`.
 
-[How to read the metrics](../explanation/metrics.md) explains the labels, the reasons why a token was computed, and the
-metrics under vLLM's and LMCache's names.
+[How to read the metrics](../explanation/metrics.md) explains the labels, and the reasons why a token was computed.
+[Metrics under other names](metrics-compat.md) lists the names of vLLM and LMCache under which kvtier exports metrics.
 
 In Prometheus, names of counters end in `_total`, and those of histograms in `_bucket`, `_sum` and `_count`. Below, the
 labels of a metric follow its name in braces.
@@ -119,10 +119,15 @@ def tier_metrics() -> Sequence[MetricName]:
     return [MetricName(f"{prefix}{name}", kind, texts[name]) for name, kind, texts in (*counters, *gauges)]
 
 
-def metrics_on_page() -> set[str]:
-    """The names of all metrics of the page."""
-    found: Iterable[MetricName] = (*names.CATALOGUE, *routing.CATALOGUE, *connector_metrics(), *tier_metrics())
-    return {each.name for each in found}
+def metrics_on_page() -> Sequence[MetricName]:
+    """All metrics of the page."""
+    return [*names.CATALOGUE, *routing.CATALOGUE, *connector_metrics(), *tier_metrics()]
+
+
+def names_on_page() -> set[str]:
+    """The names of all metrics of the page; counters also have the name that Prometheus shows."""
+    counters = {f"{each.name}_total" for each in metrics_on_page() if each.kind is Kind.COUNTER}
+    return counters | {each.name for each in metrics_on_page()}
 
 
 def _groups() -> list[tuple[str, list[str]]]:

@@ -1,6 +1,5 @@
 """Text of generated pages: lines of at most 120 characters, and links to other pages by their title on the site."""
 
-import functools
 import os
 import re
 import textwrap
@@ -27,12 +26,7 @@ def link_to(page: str) -> str:
 
 def title_of(page: str) -> str:
     """The title that the site's navigation has for a page."""
-    return _titles()[page]
-
-
-@functools.cache
-def _titles() -> dict[str, str]:
-    return dict(site_titles())
+    return dict(site_titles())[page]
 
 
 def _wrapped(text: str, first: str, later: str) -> str:

@@ -1,7 +1,7 @@
 """The boards of others, by panel and query, as they are in `boards/` beside the tests of metrics."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,17 +49,6 @@ class Board:
         """Where people read it."""
         return f"https://github.com/{self.repository}/blob/{self.commit}/{self.path}"
 
-    def table(self) -> str:
-        """How the documentation says panel by panel what is served; with a column for sidecars where they serve any."""
-        has_sidecar = any(query.expr.startswith("lmcache") for panel in self.panels for query in panel.queries)
-        by = ["engine", "sidecar"] if has_sidecar else ["engine"]
-        heading = ["panel", *by, "what is missing"]
-        rows = [heading, ["---"] * len(heading)]
-        for panel in self.panels:
-            why = dict.fromkeys(query.not_served for query in panel.queries if query.not_served)
-            rows.append([panel.title, *(panel.how_far(each) for each in by), "; ".join(why)])
-        return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
-
 
 def _board(path: Path) -> Board:
     found = json.loads(path.read_text())
@@ -67,14 +56,6 @@ def _board(path: Path) -> Board:
         Panel(each["row"], each["title"], [Query(**query) for query in each["queries"]]) for each in found.pop("panels")
     ]
     return Board(panels=panels, **found)
-
-
-def page_of(boards: Iterable[Board]) -> str:
-    """The part of docs/metrics.md that has all boards."""
-    return "\n\n".join(
-        f"**{board.title}**: [{Path(board.path).name}]({board.url}) of {board.repository}\n\n{board.table()}"
-        for board in boards
-    )
 
 
 BOARDS = {path.stem: _board(path) for path in sorted(FOLDER.glob("*.json"))}

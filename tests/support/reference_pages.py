@@ -6,6 +6,7 @@ from cli_page import cli_page
 from configuration_page import configuration_page
 from http_page import http_page
 from markdown_links import ROOT
+from metrics_compat_page import metrics_compat_page
 from metrics_page import metrics_page
 
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -13,6 +14,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/http-api.md": http_page,
     "docs/reference/metrics.md": metrics_page,
+    "docs/reference/metrics-compat.md": metrics_compat_page,
 }
 
 
