@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 from markdown_links import ROOT, examples_of
 
+from kvtier.store.lmdb.data_file import capacity_within, index_bytes, slab_bytes
+
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ROOMS = ("store", "transfer", "tiers", "engine", "connectors", "web", "server", "sidecar", "routing", "cli")
 MIN_LITERAL = 16  # characters of a message outside its values: a shorter pattern would match almost any line
@@ -73,3 +75,21 @@ def test_each_message_on_the_page_is_written_by_the_code(message: str) -> None:
 )
 def test_a_message_that_the_code_does_not_write_is_noticed(message: str) -> None:
     assert not is_written(message)
+
+
+SIZES = ["100 MiB", "1 GiB", "10 GiB", "100 GiB"]
+
+
+def in_bytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_says_how_much_of_a_disk_is_for_blocks_reserve_and_index(size: str) -> None:
+    (row,) = re.findall(rf"^\| {size} \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.MULTILINE)
+
+    capacity = capacity_within(round(in_bytes(size)))
+
+    parts = [capacity, slab_bytes(capacity) - capacity, index_bytes(capacity)]
+    assert [in_bytes(cell) for cell in row] == pytest.approx(parts, rel=0.06)
