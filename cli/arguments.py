@@ -30,6 +30,13 @@ class OneLineParser(argparse.ArgumentParser):
 
     commands: "argparse._SubParsersAction[Any] | None" = None
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Create a parser. Its arguments are those of `argparse.ArgumentParser`."""
+        super().__init__(*args, **settings)
+        # Values such as -3GiB count as values, too, not only plain negative numbers. So the function that parses the
+        # value reports it. Otherwise argparse would say that the value is missing.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
     def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
         """Add subparsers, and remember them in `commands`, so that unknown commands can be reported."""
         self.commands = super().add_subparsers(**settings)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.engine.config import Config
+from kvtier.engine.machine_memory import refuse_more_than_memory
 from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
 from kvtier.engine.model.checkpoint import WEIGHTS, Checkpoint
 from kvtier.engine.model.hub import source_of
@@ -46,6 +47,14 @@ def check_device(config: Config) -> None:
     is_wanted = config.device.gpu_memory_utilization is not None
     if is_wanted and (config.model.device == "cpu" or not _has_driver()):
         raise config.device.no_gpu()
+
+
+def check_memory(config: Config) -> None:
+    """Raise ValueError for a tier in this machine's memory that is larger than the memory."""
+    if config.host is not None:
+        refuse_more_than_memory("host.capacity", config.host.capacity)
+    if config.device.gpu_memory_utilization is None and (config.model.device == "cpu" or not _has_driver()):
+        refuse_more_than_memory("device.capacity", config.device.capacity)
 
 
 def check_files(config: Config) -> None:

@@ -44,9 +44,10 @@ EXAMPLES = """examples:
   kvtier demo --json > demo.json               the same as one JSON object, for scripts
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
   kvtier doc add report.txt                    put a document on the server, which keeps its KV cache warm
-  kvtier sidecar --host 32GiB                  host memory and disk tiers for vLLM, which attaches by configuration
+  kvtier sidecar --host-memory 32GiB           host memory and disk tiers for vLLM, which attaches by configuration
   kvtier route http://10.0.0.1:8000 http://10.0.0.2:8000       one address in front of several servers
   kvtier bench-remote redis://cache:6379       whether a shared remote store pays off on this network
+  kvtier top http://127.0.0.1:8000             live view of a server or sidecar
   kvtier explain 5f3c9a                        why a request's prompt was a cache hit or a miss
   kvtier operate reset --tenant acme           evict a tenant's blocks from a running server
   kvtier prove http://127.0.0.1:8000           whether a server (kvtier, vLLM, any) answers correctly from its KV cache
@@ -58,11 +59,12 @@ EXAMPLES = """examples:
 Run 'kvtier COMMAND --help' for the options of a command.
 """
 TOP_EXAMPLES = """examples:
-  kvtier top                                   the sidecar on this machine; end with Ctrl-C
+  kvtier top                                   the sidecar on this machine; q ends the view
+  kvtier top http://127.0.0.1:8000             a kvtier serve
   kvtier top http://127.0.0.1:9464 --once      one view, for scripts
   kvtier top https://node-3.example/kv --token-file ~/kvtier.token
 
-exit status: 0 done, 2 the sidecar could not be read
+exit status: 0 done, 2 the server or sidecar could not be read
 """
 HELP_EXAMPLES = """examples:
   kvtier help
@@ -205,19 +207,25 @@ def _add_demo(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     top = commands.add_parser(
         "top",
-        help="live view of a sidecar's contents and activity",
-        description="Shows a live view of the tiers, hits, lanes, clients and leases of a sidecar.",
+        help="live view of a server's or sidecar's contents and activity",
+        description="Shows a live view of a server (requests, latencies, sources of prompt tokens, tiers, copies) or "
+        "of a sidecar (tiers, hits, copies, clients, leases), until q or Ctrl-C is pressed.",
         epilog=TOP_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     url = "http://127.0.0.1:9464"
-    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"the sidecar's HTTP address (default: {url})")
+    top.add_argument(
+        "url", nargs="?", default=url, metavar="URL", help=f"HTTP address of the server or sidecar (default: {url})"
+    )
     top.add_argument("--once", action="store_true", help="print one view and exit")
     top.add_argument(
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="seconds between two updates (default: 1)"
     )
     top.add_argument(
-        "--token-file", type=path, metavar="FILE", help="file with the sidecar's HTTP token (default: none)"
+        "--token-file",
+        type=path,
+        metavar="FILE",
+        help="file with the server's API key or the sidecar's token (default: KVTIER_API_KEY, else none)",
     )
     top.set_defaults(run=_top)
 
@@ -337,7 +345,7 @@ def _store(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
-    from kvtier.cli.top import top
+    from kvtier.cli.top.command import top
 
     return top(options.url, options.token_file, None if options.once else options.interval)
 

@@ -8,11 +8,15 @@ from typing import Any
 from kvtier.cli.arguments import HelpFormatter, folder_and_size, remote_url, size
 
 EXAMPLES = """examples:
-  kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
-  kvtier sidecar --config sidecar.toml --check-config     print the resulting configuration and the engine's command
-  kvtier sidecar --host 8GiB --listen ipc:///run/user/1000/lmcache.sock
+  kvtier sidecar --host-memory 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
+  kvtier sidecar --config sidecar.toml --check-config     print the resulting configuration and the engines' commands
+  kvtier sidecar --host-memory 8GiB --listen ipc:///run/user/1000/lmcache.sock
 
-The sidecar prints the command that starts an attached vLLM. All engines started with this command share the cache.
+The sidecar prints the commands that attach engines: vLLM with kvtier's connector, kvtier serve, and vLLM with LMCache's
+client. Engines of one model and one kind of command share their blocks.
+
+signals: SIGTERM and Ctrl-C write chunks to disk that are only in host memory, and stop the sidecar; a second signal
+stops it at once.
 
 exit status: 0 stopped by a signal, or --check-config found no error; 2 the sidecar could not start
 """
@@ -30,8 +34,9 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     )
     sidecar.add_argument("--config", metavar="FILE", help="a TOML file; options override it (default: none)")
     sidecar.add_argument(
-        "--host", "--host-memory", type=size, metavar="SIZE", help="size of host memory, in /dev/shm (default: 4GiB)"
+        "--host-memory", type=size, metavar="SIZE", help="size of host memory, in /dev/shm (default: 4GiB)"
     )
+    sidecar.add_argument("--host", dest="host_memory", type=size, help=argparse.SUPPRESS)  # the option's former name
     sidecar.add_argument(
         "--disk",
         type=folder_and_size,
@@ -76,7 +81,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     """Return the options that were given, as tables of `SidecarConfig`."""
     lmcache = {"listen": options.listen, "chunk_tokens": options.chunk_tokens}
     tables: dict[str, object] = {
-        "host": None if options.host is None else {"capacity": options.host},
+        "host": None if options.host_memory is None else {"capacity": options.host_memory},
         "disk": options.disk,
         "remote": None if options.remote is None else {"url": options.remote},
         "socket": None if options.socket is None else {"path": options.socket},

@@ -15,6 +15,7 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, pack
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.machine_memory import refuse_more_than_memory
 from kvtier.engine.model.gpu_share import device_capacity
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
@@ -99,7 +100,7 @@ def build_core(
             undo.callback(publisher.close)
         progress("preparing host memory")
         shared = [] if config.sidecar is None else runner.attached_memories()
-        memories: Sequence[BlockMemory] = shared or runner.memories(0 if config.host is None else config.host.capacity)
+        memories: Sequence[BlockMemory] = shared or runner.memories(_host_bytes(config))
         for memory in memories:
             undo.callback(memory.close)
         progress("computing the digest of the weights")
@@ -178,6 +179,14 @@ def build_core(
         )
         undo.pop_all()
     return core
+
+
+def _host_bytes(config: Config) -> int:
+    """Return the size of the host tier. Raise ValueError if it is more than the memory of the machine."""
+    if config.host is None:
+        return 0
+    refuse_more_than_memory("host.capacity", config.host.capacity)
+    return config.host.capacity
 
 
 def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache: TieredCache) -> LocalExplainer:

@@ -153,7 +153,7 @@ class Segment:
         room = os.fstatvfs(self._folder)
         return OSError(
             f"host: {folder} has {room.f_bavail * room.f_frsize >> 20} MiB free, but {self.num_bytes >> 20} MiB are "
-            f"needed; lower --host, or enlarge it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder} "
+            f"needed; lower --host-memory, or enlarge it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder} "
             "(docker run --shm-size)"
         )
 
@@ -167,7 +167,8 @@ class Segment:
                 self.backed_bytes += length
         except Exception as error:  # last handler of the thread; the backed part stays in use
             used, asked = self.backed_bytes >> 20, self.num_bytes >> 20
-            log.warning("host: allocated only %d of %d MiB: %s; free memory, or lower --host", used, asked, error)
+            advice = "free memory, or lower --host-memory"
+            log.warning("host: allocated only %d of %d MiB: %s; %s", used, asked, error, advice)
 
 
 def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import build
 
 from kvtier.cli.arguments import remote_url
 from kvtier.cli.doc_arguments import MAX_DAYS
@@ -78,7 +79,8 @@ def test_each_command_has_a_sentence_examples_and_its_defaults(parser: argparse.
 
     assert re.fullmatch(r"[A-Z][^.]+(\.\w[^.]*)*\.", parser.description)
     assert parser.epilog.startswith("examples:\n  kvtier ")
-    assert [action.dest for action in optional if "(default: " not in action.help] == []
+    shown = [action for action in optional if action.help != argparse.SUPPRESS]
+    assert [action.dest for action in shown if "(default: " not in action.help] == []
     assert [action.dest for action in parser._actions if not action.help and action.nargs != argparse.PARSER] == []
 
 
@@ -148,7 +150,20 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["serve", "gpt2", "--block-size", "many"], "--block-size: 'many' is not a number of tokens"),
         (["serve", "gpt2", "--device-memory", "0"], "--device-memory: '0' holds no block; give a size"),
         (["serve", "gpt2", "--device-memory", "much"], "--device-memory: bad size 'much'"),
-        (["serve", "gpt2", "--host-memory", "-1GiB"], "--host-memory"),
+        (["serve", "gpt2", "--host-memory", "-3GiB"], "--host-memory: bad size '-3GiB'; write bytes as an integer, or"),
+        (["serve", "gpt2", "--device-memory", "-.5GiB"], "--device-memory: bad size '-.5GiB'"),
+        (["serve", "gpt2", "--block-size", "-16"], "--block-size: '-16' is not a number of tokens"),
+        (["serve", "gpt2", "--port", "-1"], "--port: '-1' is not a port"),
+        (["sidecar", "--host-memory", "-3GiB"], "--host-memory: bad size '-3GiB'"),
+        (
+            ["sidecar", "--host-memory", "8GB4"],
+            "--host-memory: bad size '8GB4'; write bytes as an integer, or a string",
+        ),
+        (["sidecar", "--http-port", "99999"], "--http-port: '99999' is not a port; give 0 to 65535"),
+        (["sidecar", "--chunk-tokens", "-8x"], "--chunk-tokens: '-8x' is not a number"),
+        (["route", "http://a:1", "--port", "99999"], "--port: '99999' is not a port; give a number from 0"),
+        (["top", "--interval", "-1s"], "--interval: '-1s' is not a number of seconds"),
+        (["bench-remote", "file:///tmp/x", "--block", "-1MiB"], "--block: bad size '-1MiB'"),
         (["serve", "gpt2", "--host-memory", "0", "--disk", "/x:1GiB"], "[disk] needs [host]"),
         (["serve", "gpt2", "--disk", "/x"], "--disk: '/x' is not PATH:SIZE, such as ~/.cache/kvtier:500GiB"),
         (["serve", "gpt2", "--disk", "/x:many"], "--disk: bad size 'many'"),
@@ -205,6 +220,29 @@ def test_a_mistake_is_one_line_on_stderr_that_names_it(
     assert last.startswith("kvtier: ")
     assert named in last
     assert all(re.match("kvtier: (looking for the model|loading torch|building the model)", line) for line in stages)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--check-config"], ["sidecar"]], ids=" ".join)
+def test_more_host_memory_than_the_machine_has_is_a_line_that_asks_for_less(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    build("llama").save_pretrained(tmp_path / "model")
+    model = [str(tmp_path / "model")] if command[0] == "serve" else []
+
+    status, out, err = run(capsys, *command, *model, "--host-memory", "999TiB")
+
+    last = err.splitlines()[-1]
+    assert (status, out) == (2, "")
+    assert last.startswith("kvtier: host.capacity 999.0 TiB: is more than the memory of this machine, ")
+    assert last.endswith("; give a smaller size")
+    assert "mount" not in err
+
+
+def test_the_former_name_of_the_sidecars_option_is_accepted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "sidecar", "--help")
+
+    assert "  --host-memory SIZE " in out
+    assert "--host " not in out
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +55,16 @@ def test_one_view_has_tiers_hits_lanes_clients_and_leases(
     assert "2 h 1 min" in rows["instance"]
     assert "\x1b" not in "".join(lines), "a client's name reaches the terminal"
     assert rows["read"].split()[-3:-1] == ["3", "5"]
+
+
+def test_tables_without_rows_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_sidecar(small_config(tmp_path / "store")) as fresh:
+        status = main(["top", fresh.url, "--once"])
+
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "tier" in out
+    assert [title for title in ("lane", "layout", "client", "lease") if re.search(rf"^ *{title}", out, re.M)] == []
 
 
 @contextmanager
@@ -108,6 +119,18 @@ def test_the_view_lives_in_a_terminal_and_ends_with_ctrl_c(running: RunningSidec
 
 
 @pytest.mark.long
+def test_q_ends_the_view_and_gives_the_terminal_back(running: RunningSidecar) -> None:
+    with in_terminal("top", running.url, "--interval", "3600") as (child, terminal):
+        read_until(terminal, "24.0 KiB")
+        before = termios.tcgetattr(terminal)[3] & termios.ICANON
+        os.write(terminal, b"xq")
+        read_until(terminal, r"\x1b\[\?1049l")
+
+        assert child.wait(DEADLINE_S) == 0
+        assert (before, termios.tcgetattr(terminal)[3] & termios.ICANON) == (0, termios.ICANON)
+
+
+@pytest.mark.long
 def test_a_sidecar_that_goes_away_is_told_of_and_looked_for_again(tmp_path: Path) -> None:
     with running_sidecar(small_config(tmp_path / "store")) as first:
         config = small_config(tmp_path / "store", http={"port": first.port})
@@ -115,7 +138,7 @@ def test_a_sidecar_that_goes_away_is_told_of_and_looked_for_again(tmp_path: Path
         child, terminal = context.__enter__()
         read_until(terminal, "sidecar .*ready")
     try:
-        read_until(terminal, "no answer: .*is the sidecar running")
+        read_until(terminal, "no answer: .*is the server or sidecar running")
         with running_sidecar(config) as second:
             second.store(1, 6, "after-the-restart")
             read_until(terminal, "after-the-restart")
@@ -133,7 +156,7 @@ def test_a_sidecar_with_a_token_is_read_with_it(tmp_path: Path, capsys: pytest.C
         right = main(["top", locked.url, "--once", "--token-file", str(file)])
 
     assert (without, right) == (2, 0)
-    assert "the sidecar asks for a token; give --token-file FILE" in refused
+    assert "the server needs a key; give --token-file FILE or set KVTIER_API_KEY" in refused
 
 
 def test_a_redirect_is_not_followed_and_a_proxy_not_asked(
@@ -185,6 +208,9 @@ def test_what_is_no_sidecar_is_one_line(reply: bytes, capsys: pytest.CaptureFixt
     [
         (["ftp://x"], "is not a URL; write http://HOST:PORT"),
         (["localhost:9464"], "is not a URL; write http://HOST:PORT"),
+        (["http://127.0.0.1:99999"], "is not a URL; write http://HOST:PORT"),
+        (["http://[::1"], "is not a URL; write http://HOST:PORT"),
+        (["http://me:secret@127.0.0.1:1"], "the URL contains a user name or password; give only the address"),
         (["--interval", "0"], "is not a number of seconds from 0.1 to 3600"),
         (["--interval", "nan"], "is not a number of seconds"),
         (["--token-file", "/no/such"], "No such file"),
@@ -199,6 +225,25 @@ def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest
     said = capsys.readouterr().err
     assert (status, said.count("\n")) == (2, 1)
     assert message in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize("key", ["sk-secret two", "sk-secret\nX-Other: 1", "sk-secr\xe9t"])
+@pytest.mark.parametrize("is_in_file", [True, False], ids=["from a file", "from the environment"])
+def test_a_key_that_no_header_can_have_is_one_line_without_the_key(
+    key: str, is_in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(key)
+    if not is_in_file:
+        monkeypatch.setenv("KVTIER_API_KEY", key)
+
+    status = main(["top", "http://127.0.0.1:1", "--once", *(["--token-file", str(file)] if is_in_file else [])])
+
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) == (2, 1)
+    assert "the token has a space or another invalid character; give only the token" in said
+    assert "secr" not in said
 
 
 def test_a_port_where_nothing_listens_says_what_to_look_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +252,7 @@ def test_a_port_where_nothing_listens_says_what_to_look_for(capsys: pytest.Captu
         status = main(["top", f"http://127.0.0.1:{free.getsockname()[1]}", "--once"])
 
     assert status == 2
-    assert "is the sidecar running, and is this its HTTP port?" in capsys.readouterr().err
+    assert "is the server or sidecar running, and is this its HTTP port?" in capsys.readouterr().err
 
 
 def test_the_answer_of_clients_is_json_that_other_programs_read(running: RunningSidecar) -> None:

@@ -130,7 +130,7 @@ def test_what_is_no_segment_is_left_alone(folder: Path) -> None:
 
 
 def test_more_than_there_is_room_for_is_refused_with_what_to_do(folder: Path) -> None:
-    with pytest.raises(OSError, match=r"has \d+ MiB free, but \d+ MiB are needed; lower --host, or enlarge it"):
+    with pytest.raises(OSError, match=r"has \d+ MiB free, but \d+ MiB are needed; lower --host-memory, or enlarge it"):
         Segment(1 << 50, folder)
 
     assert names(folder) == []
