@@ -16,7 +16,7 @@ import yaml
 
 from kvtier.cli.main import main
 from kvtier.engine.config import parse_bytes
-from kvtier.sidecar.attach_commands import attach_commands, lmcache_command
+from kvtier.sidecar.attach_commands import attach_commands
 from kvtier.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.sidecar.inherited import ENGINE, HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
@@ -102,7 +102,9 @@ def test_engines_of_other_users_reach_the_socket_in_a_folder_that_a_restart_keep
 ) -> None:
     command = shlex.split(service["ExecStart"])
     path = Path(command[command.index("--socket") + 1])
-    status = main(["sidecar", "--config", str(FOLDER / "sidecar.toml"), *command[4:], "--check-config"])
+    status = main(
+        ["sidecar", "--config", str(FOLDER / "sidecar.toml"), *command[4:], "--host-memory", "1GiB", "--check-config"]
+    )
 
     assert str(path.parent) == f"/run/{service['RuntimeDirectory']}"
     assert int(service["RuntimeDirectoryMode"], 8) & 0o011 == 0o011
@@ -129,6 +131,8 @@ def test_the_pods_containers_share_memory_that_is_large_enough(
         for container in (sidecar, engine)
     }
 
+    assert in_cluster.socket.path.startswith("/run/kvtier/")
+    assert names["vllm"]["/run/kvtier"] == names["kvtier"]["/run/kvtier"]
     shared = names["kvtier"]["/dev/shm"]
     assert names["vllm"]["/dev/shm"] == shared
     assert volumes[shared]["emptyDir"]["medium"] == "Memory"
@@ -161,7 +165,8 @@ def test_the_engine_is_told_what_the_sidecar_says_to_tell_it(
 ) -> None:
     (engine,) = objects["Pod"]["spec"]["containers"]
     given = engine["args"][1].removeprefix("--kv-transfer-config=")
-    printed = shlex.split(lmcache_command(in_cluster))[-1]
+    recommended, *_ = attach_commands(in_cluster)
+    printed = shlex.split(recommended.lines[-1])[-1]
 
     assert json.loads(given) == json.loads(printed)
 
