@@ -9,6 +9,7 @@ from kvtier.web.api_keys import ApiKeys
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.gate import ConnectionLimits, Gate
 from kvtier.web.operating.routes import Operating
+from kvtier.web.paths import PROBES
 
 
 class Entrance:
@@ -32,7 +33,7 @@ class Entrance:
         self.keys = keys
         self.browser_rules = browser_rules(settings, keys)
         self.registry = CollectorRegistry()
-        self.metrics = HttpMetrics(self.registry)
+        self.metrics = HttpMetrics(self.registry, PROBES)
         limits = ConnectionLimits(
             settings.max_header,
             settings.header_timeout_s,

@@ -12,6 +12,7 @@ from msgspec import inspect
 from starlette.requests import Request
 
 from kvtier.engine.config import ServerConfig
+from kvtier.engine.plain_errors import plain_error
 from kvtier.web.api_error import ApiError
 
 _HALF_A_PAIR = re.compile(  # a high surrogate without a low one after it, or a low one without a high one before it
@@ -165,7 +166,7 @@ def _explain(message: str) -> ApiError:
     located = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?([^`]*)`", message, re.DOTALL)
     if located:
         what, param = located.groups()
-        message = f"{param}: {what}"
+        message = f"{param}: {plain_error(what, table='an object')}"
     else:  # raised by one of kvtier's types, whose messages begin with the field's name
         param = next(iter(re.findall(r"^([a-z_]+)(?: is|:)", message)), "")
     return ApiError(400, message.replace("`", ""), code="invalid_value", param=param or None)

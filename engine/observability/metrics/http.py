@@ -1,6 +1,7 @@
 """Metrics that kvtier's HTTP servers update as requests are served."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -26,18 +27,24 @@ class HttpStatistics:
 class RequestMetrics:
     """The metrics of every HTTP server of kvtier. Owned by the event loop."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._statuses: Counter[int] = Counter()  # requests by the status of their answers, since the start
+    def __init__(self, registry: CollectorRegistry, probes: Collection[str] = ()) -> None:
+        """Register the metrics.
+
+        `statistics` leaves out requests of the routes *probes*, because they answer 503 while a server starts.
+        """
+        self._probes = probes
+        self._statuses: Counter[int] = Counter()  # requests by the status of their answers
         self._requests = names.HTTP_REQUESTS.counter(registry)
         self.connections_refused = names.HTTP_CONNECTIONS_REFUSED.counter(registry)
 
     def on_answer(self, route: str, status: int) -> None:
         """Count a request. *route* is a label, so clients must not be able to choose it."""
-        self._statuses[status] += 1
+        if route not in self._probes:
+            self._statuses[status] += 1
         self._requests.labels(route, str(status)).inc()
 
     def statistics(self) -> HttpStatistics:
-        """Return the requests answered so far."""
+        """Return the numbers of requests answered so far, other than probes."""
         return HttpStatistics(
             sum(self._statuses.values()),
             sum(number for status, number in self._statuses.items() if 400 <= status < 500 and status != TOO_MANY),
@@ -49,7 +56,7 @@ class RequestMetrics:
 class HttpMetrics(RequestMetrics):
     """The metrics of an HTTP server that generates completions."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry)
+    def __init__(self, registry: CollectorRegistry, probes: Collection[str] = ()) -> None:
+        super().__init__(registry, probes)
         self.ttft = names.HTTP_TTFT_SECONDS.histogram(registry, _TTFT_S)
         self.token_gap = names.HTTP_TOKEN_GAP_SECONDS.histogram(registry, _TOKEN_GAP_S)

@@ -3,6 +3,8 @@
 import random
 import re
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,7 +27,12 @@ pytestmark = pytest.mark.long
 
 SOURCES = ("device", "host", "disk", "recomputed")
 KEY = "sk-ops-4444"
-CUT_OFF = """() => [...document.querySelectorAll('h1, h2, .big, .legend button, .controls button')]
+STARTED_BEFORE_S = 30  # that a server takes to start, and a row that the table leaves out
+# Opens the table of numbers of each chart that is shown.
+OPEN_ALL = """() => [...document.querySelectorAll('summary')]
+  .filter((each) => each.offsetHeight > 0)
+  .forEach((each) => each.click())"""
+CUT_OFF = """() => [...document.querySelectorAll('h1, h2, h3, .jump a, .big, .legend button, .controls button')]
   .filter((each) => each.clientWidth > 0 && each.scrollWidth > each.clientWidth + 1)
   .map((each) => each.textContent)"""
 
@@ -112,7 +119,7 @@ def test_a_requests_balance_adds_up_to_its_prompt(busy: ServerInThread, browser:
         ]
 
     for row in rows:
-        prompt, *sources = (count_of(text) for text in row[6:12])
+        prompt, *sources = (count_of(text) for text in row[6:11])
         assert sum(sources) == prompt > 0
 
 
@@ -122,8 +129,7 @@ def test_everybody_can_use_it(busy: ServerInThread, browser: Browser, scheme: st
     with browser.open(f"{busy.url}/dashboard", size, scheme, reduced_motion="reduce") as seen:
         seen.wait_live()
         seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
-        for summary in seen.page.locator("summary").all():
-            summary.click()
+        seen.page.evaluate(OPEN_ALL)
 
         assert seen.grave() == []
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= size[0]
@@ -162,6 +168,87 @@ def test_it_can_be_used_with_the_keyboard_alone(busy: ServerInThread, browser: B
             seen.page.keyboard.press("Enter")
             assert seen.page.evaluate("document.documentElement.dataset.theme ?? null") == expected
         assert_clean(seen, busy.port)
+
+
+def test_a_link_at_the_top_leads_to_each_section(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        links = seen.page.locator("#jump a")
+        assert links.all_inner_texts() == ["Prompt tokens", "Requests", "Tiers", "Copies", "Health"]
+
+        for number in range(links.count()):
+            links.nth(number).focus()
+            seen.page.keyboard.press("Enter")
+            target = links.nth(number).get_attribute("href")
+            seen.wait("(hash) => location.hash === hash", target)
+            top = seen.page.locator(f"{target} h2").bounding_box()
+            assert top is not None
+            assert 0 <= top["y"] < LARGE[1]
+        assert_clean(seen, busy.port)
+
+
+def test_a_reason_leads_to_its_explanation(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        seen.page.locator("#reasons a", has_text="never seen").click()
+        seen.page.wait_for_url("**/dashboard/reasons#never_seen")
+
+        assert "No earlier prompt had this prefix." in seen.page.locator("#never_seen").inner_text()
+        assert seen.grave() == []
+        seen.page.get_by_role("link", name="Back to the dashboard").click()
+        seen.wait_live()
+        assert_clean(seen, busy.port)
+
+
+def test_a_server_without_a_remote_tier_has_a_page_without_that_word_and_without_our_own_words(
+    busy: ServerInThread, browser: Browser
+) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
+        text = seen.page.locator("body").inner_text().lower()
+
+    for word in ("remote", "lane", "door", "spill", "nine of ten", "half are below", "what is"):
+        assert word not in text, word
+
+
+def test_a_server_that_has_just_started_is_shown_without_the_blank_before(browser: Browser) -> None:
+    def seconds_shown() -> int:
+        times = [text.split(" ")[1] for text in seen.page.locator("#sources tbody th").all_inner_texts()]
+        newest, oldest = (
+            sum(int(part) * 60**power for power, part in enumerate(text.split(":")[::-1]))
+            for text in (times[0], times[-1])
+        )
+        return (newest - oldest) % 86_400
+
+    with serving(build("llama"), tables()) as server, browser.open(f"{server.url}/dashboard") as seen:
+        began = time.monotonic()
+        server.complete(prompt_of(1, 100), max_tokens=1)
+        seen.wait("() => document.getElementById('sources')?.offsetHeight > 0")
+        seen.page.locator("#sources summary").click()
+        seen.wait("() => document.querySelectorAll('#sources tbody tr').length > 0")
+
+        assert seconds_shown() <= max(60, time.monotonic() - began + STARTED_BEFORE_S)
+
+
+def test_a_table_that_is_wider_than_a_phone_says_that_it_scrolls(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard", SMALL) as seen:
+        seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
+        seen.wait("() => document.querySelector('#slowest .hint').offsetHeight > 0")
+        seen.page.locator("#slowest .scroll").evaluate("(each) => { each.scrollLeft = each.scrollWidth; }")
+
+        name = seen.page.locator("#slowest tbody th").first.bounding_box()
+        assert name is not None
+        assert 0 <= name["x"] < SMALL[0] / 2  # the request's id stays in sight
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= SMALL[0]
+
+
+def test_the_page_names_the_host_the_start_and_the_time_zone(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard", timezone_id="Asia/Tokyo") as seen:
+        seen.wait_live()
+        about = seen.page.locator("#server-about").inner_text()
+
+    assert f"on {socket.gethostname()} · up since " in about
+    assert about.endswith("times in Asia/Tokyo")
 
 
 def test_a_paused_page_stays_as_it_is_and_goes_on(busy: ServerInThread, browser: Browser) -> None:
@@ -231,8 +318,8 @@ def test_with_keys_the_page_asks_for_one(browser: Browser) -> None:
 
 def test_a_page_without_any_prompt_says_so(browser: Browser) -> None:
     with serving(build("llama"), tables()) as server, browser.open(f"{server.url}/dashboard") as seen:
-        nothing = ("No prompts in this time range", "No tokens computed yet", "No evictions in this time range")
-        for said in (*nothing, "No request has finished yet"):
+        nothing = ("no prompts in this time range", "no tokens computed yet", "no evictions in this time range")
+        for said in (*nothing, "no request has finished yet"):
             seen.wait("(text) => document.body.innerText.includes(text)", said)
         text = seen.page.locator("main").inner_text()
 
@@ -280,6 +367,18 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
             assert seen.hosts == {f"127.0.0.1:{running.port}"}
 
 
+def test_a_sidecar_without_an_engine_shows_how_to_attach_one(browser: Browser) -> None:
+    with running_sidecar(small_config()) as running, browser.open(f"{running.url}/dashboard") as seen:
+        seen.wait("() => document.getElementById('attach')?.offsetHeight > 0")
+        text = seen.page.locator("#attach").inner_text()
+        assert 0 < text.index("KVTierConnector") < text.index("LMCacheMPConnector")
+        assert seen.grave() == []
+
+        _fill(running)
+        seen.wait("() => document.getElementById('engines')?.offsetHeight > 0")
+        assert seen.page.locator("#attach").is_hidden()
+
+
 def test_a_sidecar_without_a_token_lets_its_own_page_ask(browser: Browser) -> None:
     with running_sidecar(small_config()) as running, browser.open(f"{running.url}/dashboard") as seen:
         seen.wait_live()
@@ -316,6 +415,8 @@ def test_the_history_survives_a_restart(browser: Browser, tmp_path: Path, number
         seen.wait("() => document.querySelector('#tiles').innerText.includes('tokens in this time')")
         assert "0 since the start" in seen.page.locator("#tiles").inner_text()
         assert _computed(second) == pytest.approx(400, abs=2)
+        starts = second.get("/dashboard/history?range=600").json()["columns"]["process.start"]
+        assert sum(value or 0 for value in starts) == 2
         assert_clean(seen, second.port)
 
 

@@ -5,7 +5,7 @@ to /stats is what the tiles, which add it up, are compared for.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from kvtier.tiers.naming.tier import Reason
 pytestmark = pytest.mark.long
 
 SOURCES = ("device", "host", "disk", "remote", "recomputed")
-RATE_S, RATIO_S = 5, 30  # of cards.js
+RATES = {"Prompt tokens": SOURCES, "Output tokens": ("generated",)}  # tiles, and the columns that they add up
+RATE_S, RATIO_S = 5, 30  # of token_cards.js
+SHARES = ("p50", "p90", "p95", "p99")
+NUM_ERRORS = 3  # requests of an unknown route
 LEGEND_S = 3  # a legend shows the newest value that is no older
 MOMENTS = 40  # that are compared until one is right: a page on a busy machine misses a second, and averages over 30
 TIERS = [
@@ -131,26 +134,57 @@ def newest(values: Sequence[float | None]) -> float | None:
     return next((value for value in reversed(values[-LEGEND_S:]) if value is not None), None)
 
 
-def legends(seen: Seen) -> dict[str, str]:
-    """What stands beside each line of each chart that is shown."""
-    script = """() => Object.fromEntries([...document.querySelectorAll('#cards > :not([hidden]) [data-line]')]
-      .map((each) => [each.dataset.line, each.textContent]))"""
-    return dict(seen.page.evaluate(script))
-
-
-def charts_of(tiers: Sequence[str], lanes: Sequence[str], shown: Shown) -> dict[str, float | None]:
-    """What the legends of the charts must say. A tier that is not there has lines too."""
+def lines_of(tiers: Sequence[str], lanes: Sequence[str], shown: Shown) -> dict[str, Sequence[float | None]]:
+    """The values of the lines of all charts that a server and a sidecar have, by the line's key."""
     sized = [tier for tier in tiers if tier != "remote"]
-    lines = {f"tokens.{source}": shown.smooth(f"tokens.{source}", RATE_S) for source in [*tiers, "recomputed"]}
+    lines: dict[str, Sequence[float | None]] = {
+        f"tokens.{source}": shown.smooth(f"tokens.{source}", RATE_S) for source in [*tiers, "recomputed"]
+    }
     lines |= {f"ratio.{tier}": shown.ratio([tier]) for tier in tiers} | {"ratio.all": shown.ratio(tiers)}
     lines |= {f"fill.{tier}": shown.share(f"tier.{tier}.bytes", f"tier.{tier}.capacity") for tier in sized}
     lines |= {f"age.{tier}": shown.column(f"tier.{tier}.age") for tier in sized}
     lines |= {f"lane.{lane}": shown.smooth(f"lane.{lane}.bytes", RATE_S) for lane in lanes}
-    return {key: newest(values) for key, values in lines.items()}
+    lines |= {name: shown.column(name) for name in ("memory.resident", "memory.host_tier")}
+    return lines
 
 
-def lanes_of(said: Mapping[str, str]) -> list[str]:
-    return [key.removeprefix("lane.") for key in said if key.startswith("lane.")]
+def request_lines(shown: Shown) -> dict[str, Sequence[float | None]]:
+    """The values of the lines of the charts that only a server has."""
+    lines: dict[str, Sequence[float | None]] = {
+        f"{name}.{share}": shown.column(f"{name}.{share}") for name in ("ttft", "token_gap") for share in SHARES
+    }
+    lines |= {f"requests.{state}": shown.column(f"requests.{state}") for state in ("running", "promoting", "waiting")}
+    rates = ("tokens.generated", "http.4xx", "http.429", "http.5xx")
+    return lines | {name: shown.smooth(name, RATE_S) for name in rates}
+
+
+def charts_differ(said: Mapping[str, str], lines: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """What the legends say that is not the newest value, and lines of charts that are not shown but have values."""
+    known = {key: text for key, text in said.items() if not key.startswith("what-if.")}
+    faults = [f"{key}: a line that is not expected" for key in known if key not in lines]
+    for key, values in lines.items():
+        if key not in known:
+            faults += [f"{key}: not shown, but there are values"] if any(values) else []
+        elif not is_shown(known[key], newest(values)):
+            faults.append(f"{key}: {known[key]} for {newest(values)}")
+    return faults
+
+
+def lanes_between(tiers: Sequence[str], lanes: Iterable[str]) -> list[str]:
+    """The *lanes* whose lower tier is one of *tiers*."""
+    named = {"store": "disk", "load": "disk", "put": "remote", "get": "remote"}  # a sidecar's
+
+    def lower(lane: str) -> str:
+        return named.get(lane) or next((tier for tier in ("remote", "disk") if tier in lane), "host")
+
+    return [lane for lane in lanes if lower(lane) in tiers]
+
+
+def legends(seen: Seen) -> dict[str, str]:
+    """What stands beside each line of each chart that is shown."""
+    script = """() => Object.fromEntries([...document.querySelectorAll('#cards .card:not([hidden]) [data-line]')]
+      .map((each) => [each.dataset.line, each.textContent]))"""
+    return dict(seen.page.evaluate(script))
 
 
 def wrong(said: Mapping[str, str], expected: Mapping[str, float | None]) -> list[str]:
@@ -166,16 +200,18 @@ def test_a_servers_numbers_are_those_of_stats_and_of_the_history(
         come_true(lambda: "requests.running" in server.get("/dashboard/history?range=600").json()["columns"])
         for seed in (0, 1, 2, 3, 4, 5, 6, 0, 1, 6, 6):
             server.complete(prompt_of(seed, 300), max_tokens=2)
+        for _ in range(NUM_ERRORS):
+            assert server.get("/v1/no-such-route").status_code == 404
         with browser.open(f"{server.url}/dashboard") as seen:
             seen.wait_live()
             with load(server):
                 seen.wait("() => document.querySelectorAll('#slowest tbody tr').length > 0")
-                faults = [moment_differences(seen, server)]
+                faults = [moment_differences(seen, server, tiers)]
                 while faults[-1] and len(faults) < MOMENTS:
                     before = float(seen.page.locator("html").get_attribute("data-at") or 0.0)
                     seen.page.locator("#pause").click()
                     seen.wait(LATER, before)
-                    faults.append(moment_differences(seen, server))
+                    faults.append(moment_differences(seen, server, tiers))
             assert faults[-1] == []
 
             seen.page.locator("#pause").click()
@@ -188,29 +224,27 @@ def test_a_servers_numbers_are_those_of_stats_and_of_the_history(
         assert {"recomputed"} < used <= {*tiers, "recomputed"}  # or the tile's ratio would be 0 or 1
 
 
-def moment_differences(seen: Seen, server: ServerInThread) -> list[str]:
+def moment_differences(seen: Seen, server: ServerInThread, tiers: Sequence[str]) -> list[str]:
     """Pause the page, and return what its charts and tiles say that the history does not say of that moment."""
     seen.wait(COMING)
     at = seen.page.evaluate(PAUSE)
     said, tiles = legends(seen), tiles_of(seen)
     shown = Shown(server.get("/dashboard/history?range=600").json(), at)
-    lanes = lanes_of(said)
+    lanes = lanes_between(tiers, server.get("/v1/kvtier/stats").json()["cache"]["routes"])
 
-    expected = charts_of(SOURCES[:-1], lanes, shown)
-    assert set(lanes) >= set(server.get("/v1/kvtier/stats").json()["cache"]["routes"])
-    expected |= {f"ttft.{name}": newest(shown.column(f"ttft.{name}")) for name in ("p50", "p90")}
-    states = ("running", "promoting", "waiting")
-    expected |= {f"requests.{state}": newest(shown.column(f"requests.{state}")) for state in states}
-    assert {key for key in said if not key.startswith("what-if.")} == set(expected)
-    assert any(expected[f"tokens.{source}"] for source in SOURCES)
-    rate = sum(newest(shown.column(f"tokens.{source}")) or 0.0 for source in SOURCES)
-    of_tiles = {
-        "Prompt tokens": (tiles["Prompt tokens"][0], rate),
-        "First token": (tiles["First token"][0], expected["ttft.p50"]),
-        "p90": (tiles["First token"][1].removeprefix("p90 "), expected["ttft.p90"]),
+    lines = lines_of(tiers, lanes, shown) | request_lines(shown)
+    assert any(newest(lines[f"tokens.{source}"]) for source in [*tiers, "recomputed"])
+    rates = {
+        name: sum(newest(shown.column(f"tokens.{each}")) or 0.0 for each in names) for name, names in RATES.items()
     }
-    return wrong(said, expected) + [
-        f"{title}: {text} for {value}" for title, (text, value) in of_tiles.items() if not is_shown(text, value)
+    of_tiles = [(title, tiles[title][0], rate) for title, rate in rates.items()]
+    for title, name in (("Time to first token", "ttft"), ("Inter-token latency", "token_gap")):
+        parts = re.fullmatch(r"p50 · p90 (.*) · p99 (.*)", tiles[title][1])
+        assert parts is not None, tiles[title]
+        texts = {"p50": tiles[title][0], "p90": parts[1], "p99": parts[2]}
+        of_tiles += [(f"{title} {share}", text, newest(lines[f"{name}.{share}"])) for share, text in texts.items()]
+    return charts_differ(said, lines) + [
+        f"{title}: {text} for {value}" for title, text, value in of_tiles if not is_shown(text, value)
     ]
 
 
@@ -226,9 +260,14 @@ def differences(seen: Seen, stats: Mapping[str, Any], tiers: Sequence[str]) -> l
     tiles, said = tiles_of(seen), legends(seen)
     tokens = stats["tokens"]
     faults = hits_tile(tiles, tokens)
+    http = stats["http"]
+    errors = f"{http['num_5xx']:,} 5xx, {http['num_429']:,} 429, {http['num_4xx']:,} other 4xx"
+    assert http["num_4xx"] == NUM_ERRORS
     expected_tiles = {
         "Requests": ("0", "running, 0 waiting, 0 loading"),
         "Prompt tokens": ("0/s", f"{sum(tokens[source] for source in SOURCES):,} since the start"),
+        "Output tokens": ("0/s", f"{stats['requests']['served']['num_generated']:,} since the start"),
+        "HTTP errors": (str(NUM_ERRORS), f"in this time range · since the start {errors}"),
     }
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     faults += [f"{title}: {tiles[title]}" for title, text in expected_tiles.items() if tiles[title] != text]
@@ -263,7 +302,7 @@ def table_differences(
 ) -> list[str]:
     """What the tables of tiers, lanes and reasons say that is not what /stats says."""
     sized = [tier for tier in expected_tiers if tier != "remote"]
-    exact = {f"lane.{route}.bytes": moved["num_bytes"] for route, moved in routes.items()}
+    exact = {f"lane.{lane}.bytes": routes[lane]["num_bytes"] for lane in lanes_between(expected_tiers, routes)}
     for tier in sized:
         found = tiers[tier]
         exact[f"tier.{tier}.bytes"] = found["num_bytes"]
@@ -298,13 +337,11 @@ def test_a_sidecars_numbers_are_those_of_stats_and_of_the_history(
             at = seen.page.evaluate(PAUSE)
             said = legends(seen)
             shown = Shown(running.get("/dashboard/history?range=600").json(), at)
-            lanes = lanes_of(said)
+            lanes = lanes_between(tiers, running.get("/v1/kvtier/stats").json()["lanes"])
 
-            expected = charts_of(("host", "disk", "remote"), lanes, shown)
-            assert set(lanes) >= set(running.get("/v1/kvtier/stats").json()["lanes"])
-            assert {key for key in said if not key.startswith("what-if.")} == set(expected)
-            assert wrong(said, expected) == []
-            assert (expected["ratio.all"], expected["ratio.host"]) == (
+            lines = lines_of(tiers, lanes, shown)
+            assert charts_differ(said, lines) == []
+            assert (newest(lines["ratio.all"]), newest(lines["ratio.host"])) == (
                 pytest.approx(1 - 96 / sum_of(tokens)),
                 pytest.approx(512 / sum_of(tokens)),
             )
@@ -325,8 +362,11 @@ def sidecar_differences(seen: Seen, running: RunningSidecar, tokens: TokenBalanc
     faults = hits_tile(tiles, counted)
     endpoint = stats["endpoints"][0]
     faults += [] if tiles["Prompt tokens"] == ("0/s", f"{sum_of(tokens):,} since the start") else ["Prompt tokens"]
-    faults += [] if tiles["Engines"] == ("1", "0 B pinned") else [f"Engines: {tiles['Engines']}"]
+    faults += [] if tiles["Engines"] == ("1", "attached, 0 B pinned") else [f"Engines: {tiles['Engines']}"]
     found, about = tiles["Chunks found"]
     is_right = is_shown(found, endpoint["num_promised"] / endpoint["num_asked"]) and about == "of 8 looked up, 0 lost"
     faults += [] if is_right else [f"Chunks found: {found}, {about}"]
+    resident = number_of(tiles["Memory"][0])
+    is_near = resident is not None and abs(resident - stats["memory"]["resident_bytes"]) < 0.1 * resident
+    faults += [] if is_near and tiles["Memory"][1].endswith(" of it host tier") else [f"Memory: {tiles['Memory']}"]
     return faults + table_differences(seen, stats["tiers"], stats["lanes"], tokens.reasons, tiers)

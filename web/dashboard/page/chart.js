@@ -1,12 +1,18 @@
 // A chart with a legend of text buttons, and the same numbers as a table for accessibility.
 
 import { make } from "./dom.js";
-import { NONE, clock, day, moment } from "./format.js";
+import { NONE, clock, day, moment, secondsTick } from "./format.js";
 
-const HEIGHT = 210;
+const HEIGHT = 170;
 const X_SIZE = 30; // height of the x axis
 const TABLE_ROWS = 12;
 const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => [2 ** power, 1.5 * 2 ** power]).flat();
+const SECOND_STEPS = [
+  ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)),
+  ...[1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800],
+];
+const LOG_SECONDS = [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 86400, 864000];
+const RESTART = "restart";
 const FONT = "12px system-ui, sans-serif";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -23,20 +29,21 @@ export class Chart {
   #onZoom;
   #series = null;
   #view = null;
+  #restarts = [];
 
   // *xTexts* are the x labels of a chart that is not over time. Its legend shows the values at index *restAt*.
   // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
-  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, restAt = null, empty }) {
-    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, restAt, empty });
+  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, isSeconds = false, mark = null, xTexts = null, restAt = null, empty }) {
+    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, isSeconds, mark, xTexts, restAt, empty: empty ?? "no data in this time range" });
     this.box = make("div", { class: "plot", "aria-hidden": "true" });
-    this.none = make("p", { class: "empty", hidden: true }, empty ?? "No data in this time range");
+    this.isEmpty = true;
     this.values = new Map();
     this.legend = make("ul", { class: "legend", "aria-label": `${title}: lines` });
     for (const line of lines) this.legend.append(this.#legendItem(line));
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title}: numbers` });
     this.details = make("details", {}, make("summary", {}, "Numbers"), this.table);
     this.details.addEventListener("toggle", () => this.#fillTable());
-    this.element = make("div", { class: "chart" }, this.legend, make("div", { class: "holder" }, this.box, this.none), this.details);
+    this.element = make("div", { class: "chart" }, this.legend, this.box, this.details);
     new ResizeObserver(() => this.#resize()).observe(this.box);
   }
 
@@ -44,14 +51,15 @@ export class Chart {
     this.#onZoom = callback;
   }
 
-  // Draws the part of *series* between *view.from* and *view.to*.
-  update(series, view) {
+  // Draws the part of *series* between *view.from* and *view.to*, with a mark at each time of *restarts*.
+  update(series, view, restarts) {
     this.#series = series;
     this.#view = view;
+    this.#restarts = restarts;
     this.#drawn = this.lines.map((line) => line.of(series));
-    const isEmpty = this.#drawn.every((values) => values.every((value) => value === null || (this.isStacked && value === 0)));
-    this.none.hidden = !isEmpty;
+    this.isEmpty = this.#drawn.every((values) => values.every((value) => value === null || (this.isStacked && value === 0)));
     this.#tellNewest();
+    if (this.isEmpty) return; // its card is not shown
     if (this.#plot === null) this.#make();
     this.#plot.setData([series.times, ...this.#shown()], false);
     this.#plot.setScale("x", { min: view.from, max: view.to });
@@ -63,7 +71,7 @@ export class Chart {
     this.#plot?.destroy();
     this.#plot = null;
     for (const line of this.lines) this.values.get(line.key).swatch.style.background = colour(line.colour);
-    if (this.#series !== null) this.update(this.#series, this.#view);
+    if (this.#series !== null) this.update(this.#series, this.#view, this.#restarts);
   }
 
   #legendItem(line) {
@@ -74,7 +82,7 @@ export class Chart {
     button.addEventListener("click", () => {
       const hides = !this.#hidden.delete(line.key) && this.#hidden.add(line.key);
       button.setAttribute("aria-pressed", String(!hides));
-      if (this.#series !== null) this.update(this.#series, this.#view);
+      if (this.#series !== null) this.update(this.#series, this.#view, this.#restarts);
     });
     this.values.set(line.key, { value, swatch });
     return make("li", {}, button);
@@ -132,17 +140,27 @@ export class Chart {
       },
       axes: [
         this.#xAxis(axis),
-        { ...axis, size: (plot, texts) => 14 + 6.7 * Math.max(4, ...(texts ?? []).map((text) => text.length)), space: 36, incrs: this.isBytes ? BYTE_STEPS : undefined, values: (plot, splits) => splits.map((value) => (value === null ? "" : this.format(value))) },
+        { ...axis, size: (plot, texts) => 14 + 6.7 * Math.max(4, ...(texts ?? []).map((text) => text.length)), ...this.#ySteps(), values: (plot, splits) => splits.map((value) => (value === null ? "" : this.#tick(value))) },
       ],
       series: [{}, ...lines],
       bands: this.isStacked ? this.lines.slice(1).map((_, number) => ({ series: [number + 2, number + 1] })) : [],
       hooks: {
         setCursor: [(plot) => this.#tellNewest(plot.cursor.idx ?? null)],
         setSelect: [(plot) => this.#selected(plot)],
-        draw: [(plot) => this.#drawMark(plot)],
+        draw: [(plot) => this.#drawMark(plot), (plot) => this.#drawRestarts(plot)],
       },
     };
     this.#plot = new uPlot(options, [this.#series.times, ...this.#shown()], this.box);
+  }
+
+  #ySteps() {
+    if (this.log) return { space: 24, splits: (plot, axis, low, high) => LOG_SECONDS.filter((each) => each >= low && each <= high), filter: (plot, splits) => splits };
+    if (this.isBytes) return { space: 36, incrs: BYTE_STEPS };
+    return this.isSeconds ? { space: 36, incrs: SECOND_STEPS } : { space: 36 };
+  }
+
+  #tick(value) {
+    return this.isSeconds ? secondsTick(value) : this.format(value);
   }
 
   #xAxis(axis) {
@@ -178,6 +196,30 @@ export class Chart {
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.fillText(this.mark.label, bbox.left + bbox.width - 4, y + 13 * devicePixelRatio);
+    ctx.restore();
+  }
+
+  #drawRestarts(plot) {
+    const { ctx, bbox } = plot;
+    const shown = this.#restarts.filter((at) => at >= plot.scales.x.min && at <= plot.scales.x.max);
+    if (shown.length === 0) return;
+    ctx.save();
+    ctx.strokeStyle = colour("soft");
+    ctx.setLineDash([2, 3]);
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    for (const at of shown) {
+      const x = plot.valToPos(at, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const { width } = ctx.measureText(RESTART);
+      const left = x < bbox.left + bbox.width / 2 ? x + 3 * devicePixelRatio : x - width - 3 * devicePixelRatio;
+      ctx.fillStyle = colour("card");
+      ctx.fillRect(left, bbox.top, width, 14 * devicePixelRatio);
+      ctx.fillStyle = colour("soft");
+      ctx.fillText(RESTART, left, bbox.top + 11 * devicePixelRatio);
+    }
     ctx.restore();
   }
 

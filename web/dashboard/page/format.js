@@ -52,6 +52,21 @@ export function seconds(value) {
   return `${threeDigits(value / 86400)} d`;
 }
 
+const DURATIONS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+
+// A duration that is a tick of an axis: a round number of the largest unit that fits.
+export function secondsTick(value) {
+  if (!isKnown(value) || value === 0) return value === 0 ? "0" : "";
+  const [size, unit] = DURATIONS.find(([each]) => value >= each * 0.9999) ?? DURATIONS.at(-1);
+  return `${Number((value / size).toPrecision(3))} ${unit}`;
+}
+
+// A difference of two percentages.
+export function points(difference) {
+  const shown = Math.round(difference * 100);
+  return `${shown} percentage ${shown === 1 ? "point" : "points"}`;
+}
+
 export function years(value) {
   if (!isKnown(value)) return NONE;
   return value >= 100 ? "over 100 years" : `${threeDigits(value)} years`;

@@ -1,22 +1,26 @@
 // The page: reads the history, then follows the live stream. It reconnects when the server comes back.
 
 import { Api, Refused } from "./api.js";
-import { cards } from "./cards.js";
+import { sections } from "./cards.js";
 import { byId, make } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, moment } from "./format.js";
 import { Series } from "./series.js";
+import { presentTiers } from "./sources.js";
 import { Tiles } from "./tiles.js";
 
 const RANGES = [["10 min", 600], ["2 h", 7200], ["24 h", 86400], ["14 d", 1209600]];
 const THEMES = ["auto", "light", "dark"];
 const MIN_WAIT_S = 1;
 const MAX_WAIT_S = 15;
+const MIN_SPAN_S = 60; // shown at least, so that a server that has just started has a readable time axis
 
 const api = new Api();
 const page = {
+  about: null,
   series: null,
   tiles: null,
-  cards: [],
+  sections: [],
+  builtFor: "", // tiers that the sections were made for
   facts: null,
   own: null,
   rangeS: RANGES[0][1],
@@ -34,22 +38,43 @@ function tell(state, text) {
 
 function view() {
   const { series, zoom, rangeS } = page;
-  return zoom ?? { from: series.end - rangeS, to: series.end };
+  if (zoom !== null) return zoom;
+  // A range of which the server knows only the end is shown without its blank part.
+  const from = Math.max(series.end - rangeS, Math.min(series.since, series.end - MIN_SPAN_S));
+  return { from, to: series.end };
+}
+
+function allCharts() {
+  return page.sections.flatMap((section) => section.cards.flatMap((card) => card.charts));
+}
+
+// Makes the sections, and makes them again when a tier has come or gone.
+function build() {
+  const tiers = presentTiers(page.series, page.facts);
+  const builtFor = JSON.stringify(tiers);
+  if (builtFor === page.builtFor) return;
+  page.builtFor = builtFor;
+  page.sections = sections(page.series, tiers, page.about);
+  for (const chart of allCharts()) chart.onZoom(setZoom);
+  byId("cards").replaceChildren(...page.sections.map((section) => section.element));
+  byId("jump").replaceChildren(...page.sections.map(({ id, title }) => make("li", {}, make("a", { href: `#${id}` }, title))));
 }
 
 // Draws everything from the current data.
 function draw() {
   const { series, facts, own } = page;
   if (series === null || facts === null || series.length === 0) return;
+  build();
   const shown = view();
   const first = Math.max(0, Math.floor((shown.from - series.start) / series.stepS));
   const last = Math.min(series.length, Math.ceil((shown.to - series.start) / series.stepS));
-  const state = { series, facts, own, view: shown, first, last };
+  const state = { series, facts, own, view: shown, first, last, starts: series.restarts };
   page.tiles.update(state);
-  for (const card of page.cards) {
-    const isShown = card.update(state);
-    if (card.element.hidden === isShown) card.element.hidden = !isShown;
-  }
+  page.sections.forEach((section, number) => {
+    const isHidden = !section.update(state);
+    if (section.element.hidden !== isHidden) section.element.hidden = isHidden;
+    byId("jump").children[number].hidden = isHidden;
+  });
   byId("unzoom").hidden = page.zoom === null;
 }
 
@@ -67,16 +92,16 @@ async function loadHistory(signal) {
 function begin(about) {
   byId("server-name").textContent = about.name;
   const own = about.own_only ? " · your own requests and documents" : "";
-  byId("server-about").textContent = `${about.kind === "serve" ? "server" : "sidecar"} · version ${about.version}${own}`;
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+  const since = `up since ${moment(about.started_at)}`;
+  byId("server-about").textContent = `${about.kind === "serve" ? "server" : "sidecar"} ${about.version} on ${about.host} · ${since} · times in ${zone}${own}`;
   document.title = about.name ? `${about.name} · kvtier` : `kvtier ${about.kind}`;
+  page.about = about;
   page.series = new Series(about.columns);
   page.facts = null;
   page.own = null;
-  page.tiles = new Tiles(byId("tiles"), page.series);
-  page.cards = cards(page.series);
-  for (const card of page.cards) for (const chart of card.charts) chart.onZoom(setZoom);
-  for (const card of page.cards) card.element.hidden = true; // until there is data to show
-  byId("cards").replaceChildren(...page.cards.map((card) => card.element));
+  page.tiles = new Tiles(byId("tiles"), about.kind);
+  page.builtFor = ""; // the sections are made once there are facts to show
 }
 
 // Follows one stream to its end.
@@ -162,7 +187,7 @@ function setTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
-  for (const card of page.cards) for (const chart of card.charts) chart.redraw();
+  for (const chart of allCharts()) chart.redraw();
 }
 
 function controls() {

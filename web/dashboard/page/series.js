@@ -1,11 +1,14 @@
 // The history of one time range in the browser: for each column a list with a number for each time step.
 
+import { PROCESS_START } from "./sources.js";
+
 export class Series {
   constructor(columns) {
     this.columns = columns;
     this.stepS = 1;
     this.start = 0;
     this.length = 0;
+    this.firstKnown = 0; // index of the first step with any value
     this.values = new Map();
     this.latest = new Map(); // current values: totals since the start, and levels
     this.#begin();
@@ -24,6 +27,8 @@ export class Series {
     this.values = new Map(
       this.columns.map((column) => [column, history.columns[column] ?? new Array(history.rows).fill(null)]),
     );
+    const known = Object.values(history.columns).map((values) => values.findIndex((value) => value !== null)).filter((index) => index >= 0);
+    this.firstKnown = known.length > 0 ? Math.min(...known) : history.rows;
     this.#begin();
   }
 
@@ -41,6 +46,17 @@ export class Series {
 
   get end() {
     return this.start + this.length * this.stepS;
+  }
+
+  // Time of the first step with any value.
+  get since() {
+    return this.start + this.firstKnown * this.stepS;
+  }
+
+  // Times at which the server was started again. The first start in the history is none.
+  get restarts() {
+    const starts = this.of(PROCESS_START);
+    return this.times.filter((_, index) => index > this.firstKnown && starts[index] > 0);
   }
 
   now(column) {
@@ -101,6 +117,7 @@ export class Series {
         values.push(row?.[number] ?? null);
       });
     }
+    this.firstKnown = Math.max(0, Math.min(this.firstKnown, this.length) - (stamp - newest));
     this.start += (stamp - newest) * this.stepS;
     this.#put(stamp, tick.row);
   }
