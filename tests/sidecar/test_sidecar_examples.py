@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from page_blocks import blocks_of
 
 from kvtier.cli.main import main
 from kvtier.engine.config import parse_bytes
@@ -22,7 +23,8 @@ from kvtier.sidecar.inherited import ENGINE, HTTP, LMCACHE, SEGMENT
 from kvtier.sidecar.process import LEAVING
 from kvtier.sidecar.systemd import MIN_WATCHDOG_S
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "sidecar"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "configs" / "sidecar"
 UNIT = FOLDER / "kvtier-sidecar.service"
 SOCKETS = [FOLDER / "kvtier-sidecar.socket", FOLDER / "kvtier-sidecar-http.socket"]
 
@@ -185,3 +187,16 @@ def test_kvtiers_own_connector_is_the_first_way_to_attach_and_lmcaches_client_th
     }
     assert second.lines == (f"kvtier serve --sidecar unix://{path}",)
     assert json.loads(shlex.split(last.lines[-1])[-1])["kv_connector"] == "LMCacheMPConnector"
+
+
+@pytest.mark.parametrize(("page", "place"), [("vllm.md", 0), ("vllm-lmcache.md", -1)])
+def test_the_pages_about_vllm_have_the_commands_that_the_sidecar_prints(page: str, place: int) -> None:
+    config = sidecar_config(None, {"socket": {"path": "/tmp/kvtier.sock"}})
+    *before, attach = attach_commands(config)[place].lines
+
+    blocks = blocks_of(ROOT / "docs" / "how-to" / page, ROOT)
+    commands = [command for block in blocks if block.is_shell for command in block.commands()]
+    transfers = [shlex.split(command)[-1] for command in commands if "--kv-transfer-config" in command]
+
+    assert [json.loads(transfer) for transfer in transfers] == [json.loads(shlex.split(attach)[-1])]
+    assert [line for line in before if line not in commands] == []
