@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kvtier.server.tool_calls.tool import MAX_TOOLS, Function, FunctionName, Tool
+from kvtier.server.tool_calls.tool import (
+    MAX_TOOLS,
+    AllowedTool,
+    AllowedToolList,
+    AllowedTools,
+    Function,
+    FunctionName,
+    NamedFunction,
+    Tool,
+)
+from kvtier.server.tool_calls.tool import NamedTool as ChosenTool
 from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 
 CUSTOM_INPUT = "input"  # name of the only argument of a custom tool
@@ -114,6 +124,11 @@ class FunctionChoice(msgspec.Struct, frozen=True, tag_field="type", tag="functio
     name: str
     namespace: str | None = None
 
+    @property
+    def function(self) -> NamedFunction:
+        """The function's name in the format of chats."""
+        return NamedFunction(full_name(self.name, self.namespace))
+
 
 class CustomChoice(FunctionChoice, frozen=True, tag_field="type", tag="custom"):
     """A `tool_choice` that names the custom tool that the model must call."""
@@ -137,15 +152,5 @@ def chat_choice(choice: ToolChoice) -> ChatToolChoice:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, AllowedChoice):
-        allowed = {"mode": choice.mode, "tools": [_reference(each) for each in choice.tools]}
-        return _converted({"type": "allowed_tools", "allowed_tools": allowed})
-    return _converted(_reference(choice))
-
-
-def _converted(choice: dict[str, Any]) -> ChatToolChoice:
-    in_chat: ChatToolChoice = msgspec.convert(choice, ChatToolChoice)
-    return in_chat
-
-
-def _reference(choice: FunctionChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": full_name(choice.name, choice.namespace)}}
+        return AllowedTools(AllowedToolList(choice.mode, [AllowedTool(each.function) for each in choice.tools]))
+    return ChosenTool(choice.function)
