@@ -116,7 +116,17 @@ def server() -> Iterator[ServerInThread]:
 
 def run(server: ServerInThread, home: Path, project: Path, prompt: str, *options: str) -> Session:
     """Run Claude Code in the folder *project* with that *prompt*, as a script would."""
-    command = [CLAUDE, "-p", prompt, "--output-format", "stream-json", "--verbose", "--allowedTools", "Bash", *options]
+    command = [
+        str(CLAUDE),
+        "-p",
+        prompt,
+        "--output-format",
+        "stream-json",
+        "--verbose",
+        "--allowedTools",
+        "Bash",
+        *options,
+    ]
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
