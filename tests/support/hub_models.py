@@ -2,15 +2,10 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
-from tool_templates import QWEN
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+if TYPE_CHECKING:  # a model that is written already needs no torch, whose import takes seconds
+    from transformers import PreTrainedTokenizerFast
 
 _REVISION = "0" * 40
 _VOCABULARY = 1024
@@ -18,11 +13,8 @@ _END_MARKS = ["<|im_end|>", *(f"<|end_{number}|>" for number in range(255))]  # 
 _MAX_TOKENS = 32768
 
 
-def write_hub_cache(home: Path, names: Iterable[str], text: str) -> None:
-    """Write the cache of `HF_HOME=home`, with a model for each name; the tokenizer is trained on *text*."""
-    model = home / "tiny-model"
-    if not model.exists():
-        _write_model(model, text)
+def write_hub_cache(home: Path, names: Iterable[str], model: Path) -> None:
+    """Write the cache of `HF_HOME=home`, in which each name leads to the folder *model*."""
     for name in names:
         repository = home / "hub" / f"models--{name.replace('/', '--')}"
         (repository / "refs").mkdir(parents=True, exist_ok=True)
@@ -33,7 +25,11 @@ def write_hub_cache(home: Path, names: Iterable[str], text: str) -> None:
             (snapshots / _REVISION).symlink_to(model, target_is_directory=True)
 
 
-def _write_model(folder: Path, text: str) -> None:
+def write_tiny_model(folder: Path, text: str) -> None:
+    """Write a model with random weights; its tokenizer is trained on *text*."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     tokenizer = _tokenizer(text)
     torch.manual_seed(7)
     config = Qwen3Config(
@@ -54,7 +50,15 @@ def _write_model(folder: Path, text: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer(text: str) -> PreTrainedTokenizerFast:
+def _tokenizer(text: str) -> "PreTrainedTokenizerFast":
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+    from tool_templates import QWEN
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()

