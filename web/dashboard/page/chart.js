@@ -119,8 +119,8 @@ export class Chart {
     const lines = this.lines.map((line) => ({
       label: line.label,
       stroke: colour(line.colour),
-      fill: this.isStacked ? `${colour(line.colour)}aa` : undefined,
-      width: this.isStacked ? 1 : 1.75,
+      fill: this.isStacked ? `${colour(line.colour)}c8` : undefined,
+      width: this.isStacked ? 0 : 1.75, // the outline of an empty layer would lie on the layer below
       dash: line.dash,
       points: { show: this.xTexts !== null, size: 7 },
       spanGaps: false,
@@ -206,6 +206,7 @@ export class Chart {
     ctx.save();
     ctx.strokeStyle = colour("soft");
     ctx.setLineDash([2, 3]);
+    ctx.textAlign = "left";
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     for (const at of shown) {
       const x = plot.valToPos(at, "x", true);
