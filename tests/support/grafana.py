@@ -5,12 +5,26 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_server import SCRAPE_S, Prometheus
 from waiting import wait_for
 
 # Grafana's own: four times the scrape interval, or one more than the step between two points.
 RATE_INTERVAL_S = max(4 * SCRAPE_S, SCRAPE_S + SCRAPE_S)
+
+
+Panel = Mapping[str, Any]
+
+
+def open_panels(board: Mapping[str, Any]) -> list[Panel]:
+    """The panels of a board that are shown when it is opened."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def all_panels(board: Mapping[str, Any]) -> list[Panel]:
+    """The panels of a board, with those in its collapsed rows."""
+    return open_panels(board) + [panel for row in board["panels"] for panel in row.get("panels", [])]
 
 
 @dataclass(frozen=True)

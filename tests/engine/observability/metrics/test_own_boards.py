@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from grafana import all_panels, open_panels
 from markdown_links import anchors_of
 
 import kvtier.configs
@@ -18,7 +20,9 @@ from kvtier.engine.observability.metrics.names import CATALOGUE
 ROOT = Path(__file__).parents[4]
 CONFIGS = ROOT / "configs"
 BOARD = json.loads((CONFIGS / "grafana" / "kvtier.json").read_text())
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+PANELS = all_panels(BOARD)
+ROWS = [panel for panel in BOARD["panels"] if panel["type"] == "row"]
+MAX_OPEN_HEIGHT = 45  # of a board that fits three screens; a unit is 30 pixels
 RULES = CONFIGS / "prometheus" / "alerts.yml"
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 CASES = Path(__file__).parent / "alerts_test.yml"
@@ -74,7 +78,7 @@ def test_the_board_shows_what_no_others_board_has() -> None:
 
 
 def test_the_board_is_one_that_grafana_can_draw() -> None:
-    ids = [panel["id"] for panel in BOARD["panels"]]
+    ids = [panel["id"] for panel in [*PANELS, *ROWS]]
     variables = {variable["name"] for variable in BOARD["templating"]["list"]}
 
     assert len(set(ids)) == len(ids)
@@ -96,14 +100,47 @@ def test_the_board_is_one_that_grafana_can_draw() -> None:
         }
 
 
-def test_no_two_panels_of_the_board_lie_upon_each_other() -> None:
-    places = [(panel["title"], panel["gridPos"]) for panel in BOARD["panels"]]
+@pytest.mark.parametrize("panels", [BOARD["panels"], *(row["panels"] for row in ROWS)])
+def test_no_two_panels_of_the_board_lie_upon_each_other(panels: list[dict[str, Any]]) -> None:
+    places = [(panel["title"], panel["gridPos"]) for panel in panels]
 
     assert all(place["x"] + place["w"] <= 24 for _, place in places)
     for (one, a), (other, b) in itertools.combinations(places, 2):
         is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
         is_below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
         assert is_beside or is_below, f"{one} lies upon {other}"
+
+
+def test_what_is_shown_at_first_is_short_and_needs_no_option_of_kvtier() -> None:
+    shown = open_panels(BOARD)
+    bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in BOARD["panels"])
+
+    assert bottom <= MAX_OPEN_HEIGHT
+    for panel in shown:
+        for target in panel["targets"]:
+            assert not re.search(r"kvtier_(disk|ssd|remote|sidecar|tenant)_", target["expr"]), panel["title"]
+    assert [row["collapsed"] for row in ROWS] == sorted(row["collapsed"] for row in ROWS)  # open rows first
+    assert all(bool(row["panels"]) == row["collapsed"] for row in ROWS)
+
+
+def test_years_have_a_unit_and_states_are_words() -> None:
+    defaults = {panel["title"]: panel["fieldConfig"]["defaults"] for panel in PANELS}
+
+    assert defaults["SSD years left"]["unit"] == "suffix: years"
+    for title, no, yes in (
+        ("Disk", "Closed", "Open"),
+        ("Store", "Closed", "Open"),
+        ("Ready and attached", "No", "Yes"),
+    ):
+        (mapping,) = defaults[title]["mappings"]
+        assert (mapping["options"]["0"]["text"], mapping["options"]["1"]["text"]) == (no, yes)
+    assert "none" not in {each["unit"] for each in defaults.values()}
+
+
+def test_restarts_are_marked() -> None:
+    (restarts,) = BOARD["annotations"]["list"]
+
+    assert "resets(kvtier_prompt_tokens_total" in restarts["expr"]
 
 
 def test_grafana_is_told_where_the_board_and_prometheus_are() -> None:
