@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 
+from kvtier.engine.plain_errors import plain_error
 from kvtier.tiers.naming.block_hash import HashAlgorithm
 from kvtier.tiers.naming.request_text import check_text
 
@@ -623,7 +624,9 @@ def load_toml(source: str | Path) -> dict[str, object]:
     folder = files("kvtier.configs").iterdir()
     shipped = {file.name.removesuffix(".toml"): file for file in folder if file.name.endswith(".toml")}
     file = shipped.get(str(source)) or Path(source).expanduser()
-    if not file.is_file():
+    if file.is_dir():
+        raise ConfigError(f"{source}: is a folder; give a TOML file")
+    if not file.is_file() and not (isinstance(file, Path) and file.exists()):  # a pipe is no file, and can be read
         names = ", ".join(sorted(shipped))
         raise ConfigError(
             f"{source or 'an empty name'}: no such file, and no shipped configuration has this name; use one of {names}"
@@ -631,8 +634,12 @@ def load_toml(source: str | Path) -> dict[str, object]:
 
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise ConfigError(f"{source}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}; give a file that can be read") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: is not a text file (UTF-8); give a TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: is not valid TOML: {error}") from error
 
 
 def merge_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
@@ -675,7 +682,9 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
         return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     if what.startswith("Expected `str` matching regex"):
         return f"{path}: not a valid address; write it as {' or '.join(choices[path])}"
-    return f"{path}: {what.replace('`object', '`table')}"
+    if missing := re.fullmatch("Object missing required field `(.*)`", what):
+        return f"{path}.{missing[1]}: is missing; add this key"
+    return f"{path}: {plain_error(what)}"
 
 
 def _whole(path: str) -> str:

@@ -238,6 +238,32 @@ def test_more_host_memory_than_the_machine_has_is_a_line_that_asks_for_less(
     assert "mount" not in err
 
 
+@pytest.mark.parametrize("command", [["serve", "gpt2"], ["sidecar"], ["route"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "is a folder; give a TOML file"),
+        (b"\x7fELF\xdb\x00", "is not a text file (UTF-8); give a TOML file"),
+        (b"[host", "is not valid TOML: "),
+    ],
+    ids=["a folder", "a binary file", "no TOML"],
+)
+def test_a_configuration_that_is_no_text_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], content: bytes | None, said: str
+) -> None:
+    file = tmp_path / "kvtier.toml"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+
+    status, out, err = run(capsys, *command, "--config", file)
+
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kvtier: {file}: {said}")
+    assert err.count("\n") == 1
+
+
 def test_the_former_name_of_the_sidecars_option_is_accepted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "sidecar", "--help")
 

@@ -190,9 +190,9 @@ def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: 
         ("", "is empty; give a prompt"),
         ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deep"),
         ('{"prompt": "half: \\ud800"}', "half of a surrogate pair ('\\ud800'), which is not a character"),
-        ('{"prompt": []}', "prompt: Expected array of length >= 1"),
-        ('{"prompt": [1, -2]}', "prompt[1]: Expected int >= 0"),
-        ('{"messages": "hello"}', "messages: Expected array"),
+        ('{"prompt": []}', "prompt: must not be empty"),
+        ('{"prompt": [1, -2]}', "prompt[1]: must be a whole number, 0 or more"),
+        ('{"messages": "hello"}', "messages: must be a list, not a text"),
     ],
     ids=["empty", "deep", "half a pair", "no tokens", "a negative token", "no messages"],
 )
