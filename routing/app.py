@@ -20,6 +20,7 @@ from kvtier.routing.upstream import Broken
 from kvtier.web.api_error import ApiError, json_response
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.connection import in_time
+from kvtier.web.dashboard.assets import ROOT, redirect_route
 from kvtier.web.error_response import error_response
 from kvtier.web.facts import Facts
 from kvtier.web.operating.audit_log import AuditLog
@@ -29,7 +30,7 @@ from kvtier.web.request_ids import request_id_of
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 ROUTE = "/v1/route"
 REPLICAS, DRAIN, UNDRAIN = f"{ROUTE}/replicas", f"{ROUTE}/drain", f"{ROUTE}/undrain"
-OWN = frozenset({HEALTH, READY, METRICS, REPLICAS, DRAIN, UNDRAIN})
+OWN = frozenset({ROOT, HEALTH, READY, METRICS, REPLICAS, DRAIN, UNDRAIN})
 
 
 class RouteApp:
@@ -63,6 +64,7 @@ class RouteApp:
             Route(READY, self._ready),
             Route(METRICS, self._text),
             Route(REPLICAS, self._replicas),
+            redirect_route(REPLICAS),  # a router has no dashboard
             Route(DRAIN, self._drain, methods=["POST"]),
             Route(UNDRAIN, self._drain, methods=["POST"]),
         ]

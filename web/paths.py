@@ -1,6 +1,6 @@
 """The URL paths of the servers, sets of paths (such as those that need no API key), and labels for metrics."""
 
-from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS, ROOT
 
 STREAM, HISTORY = f"{PAGE}/stream", f"{PAGE}/history"
 DOWNLOADS = (f"{PAGE}/download.csv", f"{PAGE}/download.json")
@@ -19,7 +19,7 @@ OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # same as in vLLM
 
 PROBES = frozenset({HEALTH, READY, VERSION})  # allowed under any host name, because monitoring may use any
-OPEN = frozenset({*PROBES, PAGE, REASONS, OPENAPI, DOCS})  # need no key, because responses have no data of a tenant
+OPEN = frozenset({*PROBES, ROOT, PAGE, REASONS, OPENAPI, DOCS})  # need no key: no data of a tenant
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # responses with data of all tenants
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # polled, so logged only at level debug and not traced
 _NAMED = frozenset(

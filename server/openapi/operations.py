@@ -18,7 +18,7 @@ from kvtier.server.responses import responses_request
 from kvtier.server.responses.response_object import ResponseDeleted, ResponseObject
 from kvtier.server.responses.responses_request import ResponsesRequest
 from kvtier.server.tokenize_routes import Detokenize, TokenizeChat, TokenizeCompletion
-from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS, ROOT
 from kvtier.web.dashboard.routes import HistoryStretch
 from kvtier.web.operating import verbs
 from kvtier.web.paths import (
@@ -250,6 +250,7 @@ _WATCHED = [
     Operation(
         "watching", "GET", REASONS, "Explain why tokens are computed.", {200: Outcome("a page", {"text/html": None})}
     ),
+    Operation("watching", "GET", ROOT, "Redirect to the dashboard.", {307: Outcome("the dashboard's address", {})}),
     Operation("watching", "GET", PAGE, "Show the dashboard.", {200: Outcome("a page", {"text/html": None})}),
     Operation(
         "watching",

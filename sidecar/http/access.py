@@ -14,7 +14,7 @@ from kvtier.web.api_error import ApiError
 from kvtier.web.api_keys import ApiKeys
 from kvtier.web.browser_check import BrowserRules
 from kvtier.web.connection import in_time
-from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS
+from kvtier.web.dashboard.assets import ASSETS, PAGE, REASONS, ROOT
 from kvtier.web.paths import OPERATE
 from kvtier.web.request_ids import RequestIds, request_id_of
 
@@ -126,7 +126,7 @@ class Access:
         if self._token is None:
             return self._rules.refusal(scope["method"], headers)
         path = scope["path"]
-        is_open = path in (HEALTH, PAGE, REASONS) or path.startswith(f"{ASSETS}/")
+        is_open = path in (HEALTH, ROOT, PAGE, REASONS) or path.startswith(f"{ASSETS}/")
         if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")

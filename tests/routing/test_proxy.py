@@ -355,6 +355,17 @@ def test_requests_at_a_replica_that_is_killed_are_answered_by_others() -> None:
     run(play)
 
 
+def test_the_root_of_a_router_leads_to_its_replicas() -> None:
+    async def play() -> None:
+        async with FakeReplica("a") as replica, routing(replica) as routed:
+            root = await routed.client.get("/", follow_redirects=True)
+
+            assert root.url.path == "/v1/route/replicas"
+            assert [each["replica"] for each in root.json()["data"]] == ["a"]
+
+    run(play)
+
+
 def test_a_replica_that_nobody_is_at_is_forgotten_at_once() -> None:
     async def play() -> None:
         async with FakeReplica("a") as gone, FakeReplica("b") as good, routing(gone, good) as routed:

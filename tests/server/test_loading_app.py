@@ -49,6 +49,15 @@ def test_it_is_alive_and_not_ready_and_says_how_far_it_is() -> None:
     ]
 
 
+def test_the_root_leads_to_the_dashboard_without_a_key() -> None:
+    _, ask = loading(ApiKeys({"a-key-of-a-tenant": "one"}))
+
+    root = ask("GET", "/")
+
+    assert (root.status_code, root.headers["location"]) == (307, "dashboard")
+    assert ask("GET", "/dashboard").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

@@ -43,6 +43,13 @@ def newest(server: Address, key: str | None = None, until: Any = lambda now: Tru
     raise AssertionError("the stream ended")
 
 
+def test_the_root_leads_to_the_page(server: ServerInThread) -> None:
+    root = httpx.get(f"{server.url}/", follow_redirects=True, timeout=DEADLINE_S)
+
+    assert root.url.path == "/dashboard"
+    assert root.headers["content-type"].startswith("text/html")
+
+
 def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(server: ServerInThread) -> None:
     page = server.get("/dashboard")
     names = [line.split('"')[1] for line in page.text.replace("src=", "href=").split("href=")[1:] if '"' in line]

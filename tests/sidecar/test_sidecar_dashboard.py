@@ -99,6 +99,8 @@ def test_an_owner_that_is_stuck_is_told_of_to_those_that_watch() -> None:
 
 def test_with_a_token_the_page_is_there_for_all_and_the_numbers_are_not() -> None:
     with running_sidecar(small_config(http={"port": 0, "token": TOKEN})) as locked:
+        root = locked.get("/")
+        assert (root.status_code, root.headers["location"]) == (307, "dashboard")
         assert locked.get("/dashboard").status_code == 200
         assert locked.get("/dashboard/page/main.js").status_code == 200
         assert {locked.get(path).status_code for path in DATA_PATHS} == {401}

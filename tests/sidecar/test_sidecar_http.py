@@ -19,7 +19,7 @@ from kvtier.sidecar.http.access import HEALTH, token_of
 from kvtier.sidecar.http.app import PATHS
 from kvtier.sidecar.http.serve_http import LIMITS, limits_of, serve_http
 from kvtier.sidecar.sidecar import MAX_QUESTIONS
-from kvtier.web.dashboard.assets import PAGE
+from kvtier.web.dashboard.assets import PAGE, REASONS
 from kvtier.web.paths import DATA_PATHS, EXPLAIN
 
 
@@ -288,7 +288,7 @@ def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not
 
 
 DEEDS = {"spill", "clear", "pin", "check"}
-OPEN_OR_ELSEWHERE = {HEALTH, PAGE, EXPLAIN, *DATA_PATHS}  # of the latter each has a test of its own
+OPEN_OR_ELSEWHERE = {HEALTH, PAGE, REASONS, EXPLAIN, *DATA_PATHS}  # of the latter each has a test of its own
 
 
 @pytest.mark.parametrize("path", sorted(PATHS - OPEN_OR_ELSEWHERE))

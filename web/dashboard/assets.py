@@ -6,11 +6,12 @@ from importlib.resources import files
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvtier.web.dashboard.reasons import reasons_page
 
+ROOT = "/"
 PAGE = "/dashboard"
 ASSETS = f"{PAGE}/page"
 REASONS = f"{PAGE}/reasons"  # explains why tokens are computed, see `reasons_page`
@@ -43,8 +44,17 @@ class Asset:
         return Response(self.content, headers=headers, media_type=self.kind)
 
 
+def redirect_route(path: str) -> Route:
+    """Return a route that redirects `GET /` to *path*. The address is relative, for proxies that add a prefix."""
+
+    async def redirect(_: Request) -> Response:
+        return RedirectResponse(path.lstrip("/"))
+
+    return Route(ROOT, redirect)
+
+
 def page_routes() -> list[BaseRoute]:
-    """Return the HTTP routes of the dashboard page and of its scripts, styles and images."""
+    """Return the HTTP routes of the dashboard page, of its scripts, styles and images, and of the redirect to it."""
     assets = _assets()
     index = assets.pop("index.html")
 
@@ -62,7 +72,7 @@ def page_routes() -> list[BaseRoute]:
     async def reasons(request: Request) -> Response:
         return explanations.response(request)
 
-    return [Route(PAGE, page), Route(REASONS, reasons), Route(f"{ASSETS}/{{file}}", file)]
+    return [redirect_route(PAGE), Route(PAGE, page), Route(REASONS, reasons), Route(f"{ASSETS}/{{file}}", file)]
 
 
 def _assets() -> dict[str, Asset]:
