@@ -52,7 +52,7 @@ def http_page() -> str:
         parts.append(f"\n**{TITLES[tag]}**\n\n")
         for path, method, operation in operations:
             if operation["tags"][0] == tag:
-                parts.append(bullet(f"[`{method.upper()} {path}`](#{_anchor(method, path)})", _summary(operation)))
+                parts.append(bullet(_link(method, path), _summary(operation)))
     for tag in tags:
         parts.append(f"\n## {TITLES[tag]}\n")
         for path, method, operation in operations:
@@ -195,6 +195,12 @@ def _values(values: Iterator[object] | list[object]) -> str:
 
 def _marked(text: str) -> str:
     return re.sub(r"(?<![\w*`])\*([\w.]+)\*(?![\w*`])", r"`\1`", text)
+
+
+def _link(method: str, path: str) -> str:
+    """A link to the section of a route. GitHub and mkdocs name the anchor of `GET /` differently, so it has none."""
+    name = f"`{method.upper()} {path}`"
+    return name if path == "/" else f"[{name}](#{_anchor(method, path)})"
 
 
 def _anchor(method: str, path: str) -> str:
