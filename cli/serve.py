@@ -60,7 +60,6 @@ def _keys(file: str) -> ApiKeys:
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
     check_model(model, show_stage)
-    check_device(config)
     check_memory(config)
     show_stage(IMPORTING)
     from kvtier.server.plan import make_plan  # imported late, so that errors above need not wait for torch

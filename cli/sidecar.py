@@ -36,6 +36,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
 
 
 def _plan(config: SidecarConfig) -> list[str]:
+    from kvtier.engine.stores.disk_division import division_text
     from kvtier.sidecar.attach_commands import attach_commands
     from kvtier.sidecar.endpoints import socket_path
     from kvtier.sidecar.process import url_of
@@ -44,7 +45,8 @@ def _plan(config: SidecarConfig) -> list[str]:
     if config.disk is None:
         lines.append("disk         none: blocks evicted from host memory are lost; give --disk PATH:SIZE to keep them")
     else:
-        lines.append(f"disk         {config.disk.path}, at most {size_text(config.disk.capacity)}")
+        parts = division_text(config.disk.capacity)
+        lines.append(f"disk         {config.disk.path}, at most {size_text(config.disk.capacity)}: {parts}")
     if config.remote is not None:
         lines.append(f"remote       {config.remote.where}, shared with other machines")
     if config.http.port != "none":

@@ -24,6 +24,7 @@ from kvtier.cli.subprocess_call import Crashed, call_in_process, iterate_in_proc
 from kvtier.cli.user_input import confirm
 from kvtier.engine.config import size_text
 from kvtier.store.lmdb import upkeep
+from kvtier.store.lmdb.data_file import max_bytes
 from kvtier.store.lmdb.inspection import (
     Condition,
     Inspection,
@@ -284,7 +285,10 @@ def _summary(inspection: Inspection) -> Table:
         table.add_row(
             "stored", f"{size_text(content.stored_bytes)} of {size_text(content.capacity_bytes)} ({share:.0%})"
         )
-    table.add_row("files", f"{size_text(inspection.file_bytes)} of disk space")
+    limit = (
+        "" if content is None else f", at most {size_text(max_bytes(content.capacity_bytes))} with index and reserve"
+    )
+    table.add_row("files", f"{size_text(inspection.file_bytes)} of disk space{limit}")
     if content is not None:
         table.add_row("written", f"{size_text(content.written_bytes_total)} in total")
         table.add_row("evicted", f"{content.evicted_total:,} records in total")

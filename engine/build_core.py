@@ -31,6 +31,7 @@ from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.trail import Trails
+from kvtier.engine.stores.disk_division import division_text
 from kvtier.engine.stores.disk_store import disk_tier, open_store, with_rounding_of
 from kvtier.engine.stores.remote_store import OpenRemote, open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
@@ -234,7 +235,7 @@ def _open_disk(
 ) -> tuple[ReopeningStore | None, DiskTier | None]:
     if config.disk is None:
         return None, None
-    progress(f"opening the store {config.disk.path}")
+    progress(f"opening the store {config.disk.path}: {division_text(config.disk.capacity)}")
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     store = open_store(config.disk, namespace.dtype, memories, config.tenants)
     undo.callback(store.close)

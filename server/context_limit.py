@@ -43,7 +43,7 @@ class ContextLimit:
         model = "any number" if self.model_tokens is None else self.model_tokens
         return (
             f"This server's maximum context length is {self.num_tokens} tokens, because {self.option} has room for no "
-            f"more (the model takes {model})"
+            f"more (the model takes {model}); to raise it, restart the server with a larger {self.option}"
         )
 
     def exceeded_by(self, length: RequestLength) -> str:

@@ -18,6 +18,7 @@ from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.slot_demand import longest_request
+from kvtier.engine.stores.disk_division import division_text
 from kvtier.engine.stores.disk_store import MIN_BLOCKS
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra
@@ -157,7 +158,8 @@ def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Ite
     if config.host is not None:
         sizes["host"] = (int(config.host.capacity), "")
     if config.disk is not None:
-        sizes["disk"] = (capacity_within(config.disk.capacity), f"in {config.disk.path}")
+        asked = f"of {size_text(config.disk.capacity)}: {division_text(config.disk.capacity)}"
+        sizes["disk"] = (capacity_within(config.disk.capacity), f"in {config.disk.path}, {asked}")
     for tier, (capacity_bytes, origin) in sizes.items():
         num_blocks = capacity_bytes // block_bytes
         yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * config.device.block_size, origin)

@@ -67,7 +67,8 @@ def _of_answers(measures: Measures) -> Iterator[str]:
         if not measures.is_sensitive(length):
             yield (
                 f"At {length:,} tokens answers vary with the beginning of the prompt hardly more than between repeats "
-                "of one prompt, so they prove nothing."
+                "of one prompt, so they prove nothing; use a model that was trained on text, because models with "
+                "random or computed weights, such as the demo's, ignore most of a prompt."
             )
     for pair in measures.alike:
         names = _listed(sorted(asker.name for asker in pair))

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,34 @@ def test_each_command_has_a_sentence_examples_and_its_defaults(parser: argparse.
     shown = [action for action in optional if action.help != argparse.SUPPRESS]
     assert [action.dest for action in shown if "(default: " not in action.help] == []
     assert [action.dest for action in parser._actions if not action.help and action.nargs != argparse.PARSER] == []
+
+
+def examples_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    """Yield the arguments of each `kvtier ...` line in the parser's examples, without comments and redirections."""
+    for line in str(parser.epilog).replace("\\\n", " ").splitlines():
+        if line.startswith("  kvtier "):
+            command = re.split(r"\s{2,}|\s[|<>]", re.sub(r"\s{2,}--", " --", line.strip()))[0]
+            yield shlex.split(command)[1:]
+
+
+EXAMPLES = {" ".join(words): words for parser in parsers_of(build_parser()) for words in examples_of(parser)}
+
+
+@pytest.mark.parametrize("words", EXAMPLES.values(), ids=EXAMPLES)
+def test_each_example_of_a_help_text_is_a_command_that_the_parser_takes(words: list[str]) -> None:
+    options = build_parser().parse_args(words)
+
+    assert callable(options.run)
+
+
+def test_there_are_examples_of_all_commands() -> None:
+    top = next(each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    shown = {words[0] for words in EXAMPLES.values()}
+    parsers = {id(parser): set() for parser in top.choices.values()}
+    for name, parser in top.choices.items():
+        parsers[id(parser)].add(name)
+
+    assert [names for names in parsers.values() if not names & shown and not names & {"ls", "rm"}] == []
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

@@ -264,7 +264,7 @@ def test_what_holds_the_length_of_a_prompt_is_named() -> None:
 
     expected = (
         "This server's maximum context length is 320 tokens, because device.capacity has room for no more "
-        "(the model takes 4096)"
+        "(the model takes 4096); to raise it, restart the server with a larger device.capacity"
     )
     assert said.startswith(f"{expected}. However, you requested 450 (250 in")
     assert long.startswith(f"{expected}. With 300 in the completion, the prompt may have 20, but it has ")
