@@ -624,9 +624,9 @@ def load_toml(source: str | Path) -> dict[str, object]:
     folder = files("kvtier.configs").iterdir()
     shipped = {file.name.removesuffix(".toml"): file for file in folder if file.name.endswith(".toml")}
     file = shipped.get(str(source)) or Path(source).expanduser()
-    if file.is_dir():
+    if str(source) and file.is_dir():
         raise ConfigError(f"{source}: is a folder; give a TOML file")
-    if not file.is_file() and not (isinstance(file, Path) and file.exists()):  # a pipe is no file, and can be read
+    if not str(source) or not (file.is_file() or Path(str(source)).expanduser().exists()):  # a pipe is no file
         names = ", ".join(sorted(shipped))
         raise ConfigError(
             f"{source or 'an empty name'}: no such file, and no shipped configuration has this name; use one of {names}"
