@@ -115,8 +115,8 @@ class StoreServer:
 def main() -> None:
     """Open the store that the first request describes, and serve it until it is closed."""
     # A service manager or a terminal may send these to all processes at once. The client may still write after them.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
     files, memories, num_writers, parent = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sockets = [socket.socket(fileno=file) for file in files]

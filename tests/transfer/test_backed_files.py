@@ -92,5 +92,7 @@ def test_a_segment_without_room_for_what_stands_beside_it_says_how_much_there_is
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
 
-    with pytest.raises(OSError, match=r"has \d+ MiB free, but 1 MiB are needed; lower --host-memory, or enlarge it: mount"):
+    with pytest.raises(
+        OSError, match=r"has \d+ MiB free, but 1 MiB are needed; lower --host-memory, or enlarge it: mount"
+    ):
         Segment(1 << 20, tmp_path, num_beside=PAGE)

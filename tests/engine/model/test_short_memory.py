@@ -67,8 +67,8 @@ def test_weights_that_memory_does_not_hold_are_no_unusable_model(huge: Path) -> 
 def test_the_command_line_says_in_one_line_that_memory_is_short(huge: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["demo", "--model", str(huge)])
 
-    error = capsys.readouterr().err
-    assert (status, len(error.splitlines())) == (2, 1)
+    *_, error = capsys.readouterr().err.splitlines()  # behind the stages of the start
+    assert status == 2
     assert "not enough memory" in error
     assert "smaller model" in error
 

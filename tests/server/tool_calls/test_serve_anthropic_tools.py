@@ -158,16 +158,17 @@ def test_fields_of_tools_that_only_ask_for_more_are_ignored_and_told_once(
     tool_server: ServerInThread, script: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = {"defer_loading": True, "input_examples": [{"city": "Paris"}], "allowed_callers": ["direct"]}
+    new = {"note_of_a_newer_client": 1}  # each name is logged once per process, and other tests use the names of *more*
     plain = ask(tool_server, script, "call")
 
     with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
         for _ in range(2):
-            done = ask(tool_server, script, "call", tools=[{**tool, **more} for tool in TOOLS])
+            done = ask(tool_server, script, "call", tools=[{**tool, **more, **new} for tool in TOOLS])
 
     assert done.usage.cache_read_input_tokens > 0
     assert [block.type for block in done.content] == [block.type for block in plain.content] == ["text", "tool_use"]
     told = [record.getMessage() for record in caplog.records if record.name == "kvtier.server.generation_request"]
-    assert told == [f"tools: ignoring the unknown field '{name}'" for name in sorted(more)]
+    assert told.count("tools: ignoring the unknown field 'note_of_a_newer_client'") == 1
 
 
 def test_a_reference_to_a_tool_is_the_text_of_its_name(tool_server: ServerInThread) -> None:
