@@ -14,6 +14,7 @@ import pytest
 from small_models import build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
+from kvtier.engine.async_engine import AsyncEngine
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.llm import LLM
 from kvtier.engine.model.sampling import SamplingParams
@@ -97,7 +98,7 @@ def test_a_forked_process_that_closes_or_drops_it_disturbs_nothing(llm: LLM) -> 
 
 def test_an_async_engine_in_a_forked_process_says_so_and_lets_it_end(model: PreTrainedModel) -> None:
     async def play() -> None:
-        async with AsyncLLM(model, SIZES, byte_tokenizer()) as llm:
+        async with AsyncEngine(model, SIZES, byte_tokenizer()) as llm:
 
             async def ask() -> list[object]:
                 return [piece async for piece in llm.generate(PROMPTS[0], GREEDY)]

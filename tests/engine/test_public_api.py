@@ -10,6 +10,7 @@ import pytest
 from async_play import greedy, play, prompt_of
 from small_models import build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from kvtier import LLM, AsyncLLM, Completion, FinishReason
 from kvtier.engine.model.checkpoint import Checkpoint
@@ -108,7 +109,12 @@ def test_loading_shows_a_progress_bar_only_on_a_terminal(
     shown = io.StringIO()
     shown.isatty = lambda: is_terminal  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", shown)
-
-    Checkpoint.of(tmp_path).model("auto")
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # a server in this process may have disabled the bars
+    try:
+        Checkpoint.of(tmp_path).model("auto")
+    finally:
+        if not was_enabled:
+            logging.disable_progress_bar()
 
     assert ("Loading weights" in shown.getvalue()) is shows

@@ -169,11 +169,11 @@ def test_each_extra_that_is_asked_for_exists() -> None:
 
 
 def test_no_message_names_an_extra_on_its_own() -> None:
-    """All say it by `kvtier.extras`, but for help texts and the model in a wheel, of which extras know nothing."""
+    """All say it by `kvtier.extras`, but for the model in a wheel, of which extras know nothing."""
     told = [
         f"{path.relative_to(ROOT)}"
         for path in modules().values()
         if re.search(r"pip install 'kvtier\[", path.read_text())
     ]
 
-    assert sorted(told) == ["cli/main.py", "engine/model/checkpoint.py", "kvtier/extras.py"]
+    assert sorted(told) == ["engine/model/checkpoint.py", "kvtier/extras.py"]
