@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow test-processors test-engines bench-engines smoke docs reference torture planted-bugs bench results gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-pages test-processors test-engines bench-engines smoke docs reference torture planted-bugs bench results gpu-bench check format clean
 
 ROOMS := cli configs connectors engine routing server sidecar store tiers transfer web
 
@@ -86,6 +86,10 @@ OLD_PROCESSOR := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(if $(filter 
 test-processors: .venv/installed
 	$(OLD_PROCESSOR) $(PYTEST) -m "not slow" $(MODEL_TESTS) tests/engine/model/cpu
 	KVTIER_FAST_PATHS=off $(PYTEST) -m "not slow" $(MODEL_TESTS)
+
+# The commands of every page, as its readers would run them. `make test-all` runs those of the first pages.
+test-pages: .venv/installed .venv/smollm2
+	$(PYTEST) -m "slow or not slow" -k test_the_commands_of_a_page_run tests/package/test_page_commands.py
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow

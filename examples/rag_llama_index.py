@@ -36,6 +36,7 @@ def main() -> None:
     model = OpenAILike(
         api_base=options.base_url,
         api_key=options.api_key,
+        max_retries=0,
         model=options.model,
         is_chat_model=True,
         temperature=0,

@@ -84,10 +84,14 @@ def test_each_question_is_asked_by_one_result() -> None:
 SLOW = {
     "attached",
     "cache_control",
+    "decoding",
+    "observability_cardinality",
     "observability_cost",
+    "observability_page",
     "observability_tokens",
     "owner_thread",
     "prefix_core",
+    "remote_faults",
     "store",
 }
 

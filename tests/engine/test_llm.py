@@ -429,7 +429,10 @@ def test_an_llm_that_could_not_start_leaves_the_store_to_the_next(model: PreTrai
             {"device": {"capacity": "900000TB"}},
             "device capacity: .* bytes cannot be allocated on cpu; lower device.capacity",
         ),
-        ({"host": {"capacity": "900000TB"}}, r"host\.capacity .* TiB: is more than the memory of this machine, .*; give a smaller size"),
+        (
+            {"host": {"capacity": "900000TB"}},
+            r"host\.capacity .* TiB: is more than the memory of this machine, .*; give a smaller size",
+        ),
     ],
 )
 def test_a_capacity_that_cannot_be_had_is_one_line_that_says_which(

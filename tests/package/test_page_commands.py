@@ -16,6 +16,9 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in pages() if path.name not 
 RUN_TIMEOUT_S = 1800.0  # for what takes seconds, or a minute on a busy machine: reached only when a test fails
 
 
+FIRST_PAGES = ("README.md", "examples/README.md", "docs/troubleshooting.md", "docs/how-to/serve.md")
+
+
 def write_page(folder: Path, text: str) -> Path:
     page = folder / "page.md"
     page.write_text(text)
@@ -63,8 +66,17 @@ def test_what_examples_in_python_import_exists(page: str) -> None:
 
 
 def pages_to_run() -> list[object]:
-    runnable = [(page, blocks) for page in PAGES if (blocks := runnable_blocks(ROOT / page))]
-    return [pytest.param(page, marks=[] if is_quick(blocks) else pytest.mark.long) for page, blocks in runnable]
+    """Return the pages with commands that run here. Those that start a server take some 14 s of a core each.
+
+    `make test-all` runs what newcomers read first, and `make test-pages` all.
+    """
+    params = []
+    for page in PAGES:
+        if blocks := runnable_blocks(ROOT / page):
+            is_first = page in FIRST_PAGES or page.startswith("docs/tutorials/")
+            marks = [] if is_quick(blocks) else [pytest.mark.long] if is_first else [pytest.mark.slow]
+            params.append(pytest.param(page, marks=marks))
+    return params
 
 
 @pytest.mark.parametrize("page", pages_to_run())
