@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.engine.config import Config
-from kvtier.engine.machine_memory import refuse_more_than_memory
+from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
 from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
 from kvtier.engine.model.checkpoint import WEIGHTS, Checkpoint
 from kvtier.engine.model.hub import source_of
@@ -55,6 +55,12 @@ def check_memory(config: Config) -> None:
         refuse_more_than_memory("host.capacity", config.host.capacity)
     if config.device.gpu_memory_utilization is None and (config.model.device == "cpu" or not _has_driver()):
         refuse_more_than_memory("device.capacity", config.device.capacity)
+
+
+def check_disk(config: Config) -> None:
+    """Raise ValueError for a disk tier that is larger than the file system of its folder."""
+    if config.disk is not None:
+        refuse_more_than_disk(config.disk)
 
 
 def check_files(config: Config) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtier.cli.early_checks import check_device, check_files, check_memory, check_model, check_weights
+from kvtier.cli.early_checks import check_device, check_disk, check_files, check_memory, check_model, check_weights
 from kvtier.cli.signals import draining_on_signals
 from kvtier.cli.stages import IMPORTING, show_stage
 from kvtier.engine.config import Config, config_from_dict, is_loopback, load_toml, merge_tables
@@ -77,6 +77,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operator
     check_weights(model)
     check_device(config)
     check_memory(config)
+    check_disk(config)
     check_files(config)
     name = Checkpoint.of(model).served_name
     with _bound(settings.host, settings.port) as bound:

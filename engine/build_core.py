@@ -15,7 +15,7 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, pack
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.kv_events import ZmqPublisher
-from kvtier.engine.machine_memory import refuse_more_than_memory
+from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
 from kvtier.engine.model.gpu_share import device_capacity
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
@@ -235,6 +235,7 @@ def _open_disk(
 ) -> tuple[ReopeningStore | None, DiskTier | None]:
     if config.disk is None:
         return None, None
+    refuse_more_than_disk(config.disk)
     progress(f"opening the store {config.disk.path}: {division_text(config.disk.capacity)}")
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     store = open_store(config.disk, namespace.dtype, memories, config.tenants)

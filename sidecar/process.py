@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.fault_log import FaultLog
-from kvtier.engine.machine_memory import refuse_more_than_memory
+from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.extras import extra
 from kvtier.sidecar.build_sidecar import MakeEndpoints, build_sidecar
@@ -43,6 +43,8 @@ Listener = Callable[[str, str], socket.socket]
 def validate(config: SidecarConfig) -> None:
     """Raise ValueError or OSError for settings that would otherwise fail only after an engine has attached."""
     refuse_more_than_memory("host.capacity", config.host.capacity)
+    if config.disk is not None:
+        refuse_more_than_disk(config.disk)
     Operators.of(config.operators.tokens, os.environ)
     refuse_unusable(config.request_log)
 

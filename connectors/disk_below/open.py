@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvtier.connectors.disk_below.disk_below import DiskBelow, InlineQueue
 from kvtier.connectors.disk_below.mapped_file import open_backing_file
 from kvtier.engine.config import DiskConfig
+from kvtier.engine.machine_limits import refuse_more_than_disk
 from kvtier.engine.stores.disk_store import codec_of_others, refuse_small, store_settings
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -44,6 +45,7 @@ def open_disk_below(
     Raises:
         ValueError: If the configuration cannot be used. The message says what to do.
     """
+    refuse_more_than_disk(config)
     refuse_small(config, sum(row_bytes(group_id) for group_id in range(num_groups)))
     settings = store_settings(config, codec_of_others(config))
     shared = [file for memory in memories if (file := open_backing_file(memory)) is not None]

@@ -267,6 +267,25 @@ def test_more_host_memory_than_the_machine_has_is_a_line_that_asks_for_less(
     assert "mount" not in err
 
 
+@pytest.mark.parametrize("command", [["serve"], ["sidecar"]], ids=" ".join)
+def test_a_disk_tier_larger_than_its_file_system_is_a_line_that_asks_for_less(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    build("llama").save_pretrained(tmp_path / "model")
+    model = [str(tmp_path / "model"), "--port", "0"] if command[0] == "serve" else []
+
+    status, out, err = run(capsys, *command, *model, "--disk", f"{tmp_path}/disk:999999TiB")
+
+    last = err.splitlines()[-1]
+    assert (status, out) == (2, "")
+    assert last.startswith(
+        f"kvtier: disk.capacity 999,999.0 TiB: is more than the whole file system of {tmp_path}/disk, "
+    )
+    assert last.endswith("; give a smaller size, or a folder on a larger disk")
+    assert "loading torch" not in err
+    assert not (tmp_path / "disk").exists()
+
+
 @pytest.mark.parametrize("command", [["serve", "gpt2"], ["sidecar"], ["route"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("content", "said"),
