@@ -188,7 +188,8 @@ def test_each_alert_names_the_remedy_and_where_more_is_said(rule: dict[str, dict
     assert anchor in anchors_of(ROOT / page)
 
 
-def test_the_page_of_alerts_has_each_alert_and_no_other() -> None:
+def test_the_page_of_alerts_has_each_alert_with_its_severity_and_no_other() -> None:
     text = (ROOT / "docs" / "how-to" / "alerts.md").read_text()
 
-    assert re.findall(r"^\| `(Kvtier\w+)`", text, re.MULTILINE) == [rule["alert"] for rule in ALERTS]
+    shown = re.findall(r"^- \*\*`(Kvtier\w+)`\*\* \((\w+)\): ", text, re.MULTILINE)
+    assert shown == [(rule["alert"], rule["labels"]["severity"]) for rule in ALERTS]
