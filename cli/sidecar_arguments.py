@@ -52,17 +52,20 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     sidecar.add_argument(
         "--socket",
         metavar="PATH",
-        help="socket to which 'kvtier serve' attaches; none: no socket (default: kvtier.sock in $XDG_RUNTIME_DIR or "
-        "/run)",
+        help="Unix socket to which vLLM (with kvtier's connector) and 'kvtier serve' attach; none: no socket (default: "
+        "kvtier.sock in $XDG_RUNTIME_DIR or /run)",
     )
     sidecar.add_argument(
-        "--listen", type=_endpoint, metavar="ENDPOINT", help="address for vLLM (default: tcp://127.0.0.1:5555)"
+        "--listen",
+        type=_endpoint,
+        metavar="ENDPOINT",
+        help="address for vLLM with LMCache's client (default: tcp://127.0.0.1:5555)",
     )
     sidecar.add_argument(
         "--chunk-tokens",
         type=_chunk_tokens,
         metavar="N",
-        help="tokens per chunk, the unit that vLLM stores and loads (default: 256)",
+        help="tokens per chunk, the unit that LMCache's client stores and loads (default: 256)",
     )
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='HTTP port on this machine, or "none" (default: 9464)'
