@@ -87,8 +87,11 @@ class Explainer:
         namespace = self._namespace if namespace is None else namespace
         prompt = self._printer.fingerprint_of(chain, trail.names, record.tokens.num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
-        self._past.add(Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added))
-        self._known.add(prompt)
+        # Requests that ended after this one was looked up do not count as earlier: both may have computed the same new
+        # tokens at the same time.
+        before = self._known.num_before(trail.as_of) if trail.as_of else self._known.num_added
+        self._past.add(Past(record, trail, prompt, way, ghosts, before, self._seen.num_added))
+        self._known.add(prompt, self._clock())
         if Reason.ABORTED not in record.tokens.reasons:
             for content in prompt.contents.values():
                 self._seen.add(content, way)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -79,16 +80,24 @@ class KnownPrompts:
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._prompts: deque[PromptFingerprint] = deque()  # the newest last
+        self._added_at: deque[float] = deque()  # when each was added
         self._num_tokens = 0
         self.num_added = 0  # number of prompts added so far; identifies a moment for `older`
 
-    def add(self, prompt: PromptFingerprint) -> None:
-        """Add a prompt, dropping the oldest ones if there are too many."""
+    def add(self, prompt: PromptFingerprint, now: float) -> None:
+        """Add a prompt at the time *now*, dropping the oldest ones if there are too many."""
         self._prompts.append(prompt)
+        self._added_at.append(now)
         self._num_tokens += prompt.num_tokens
         self.num_added += 1
         while len(self._prompts) > MAX_PROMPTS or self._num_tokens > self._max_tokens:
             self._num_tokens -= self._prompts.popleft().num_tokens
+            self._added_at.popleft()
+
+    def num_before(self, at: float) -> int:
+        """Return what `num_added` was at the time *at*. Takes longer the more prompts were added since."""
+        num_newer = sum(1 for _ in takewhile(lambda added_at: added_at > at, reversed(self._added_at)))
+        return self.num_added - num_newer
 
     def older(self, before: int) -> OlderPrompts:
         """Return the prompts that were known when `num_added` was *before*, except those dropped since."""

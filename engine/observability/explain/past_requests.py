@@ -25,7 +25,7 @@ class Past:
     prompt: PromptFingerprint
     way: Way
     ghosts: Ghosts  # blocks evicted from the tiers in which the request's prefix was looked up
-    before: int  # number of prompts added to `KnownPrompts` when the request ended, see `KnownPrompts.older`
+    before: int  # number of prompts added to `KnownPrompts` when the request was looked up, see `KnownPrompts.older`
     seen_before: int  # `SeenContents.num_added` when the request ended, see `SeenContents.differing`
 
 

@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.engine.observability.explain.explainer import Explainer
 from kvtier.engine.observability.explain.explanation import Explanation, Why
@@ -33,9 +33,17 @@ class Bed:
         misses = ((len(token_ids), Reason.NEVER_SEEN),)
         return chain, Trail(SIZE, chain.names, b"", 0, misses)
 
-    def end(self, request_id: str, token_ids: list[int], salt: str | None = None, tenant: str | None = None) -> None:
-        """Have a request end that computed all of its prompt."""
+    def end(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        salt: str | None = None,
+        tenant: str | None = None,
+        as_of: float = 0.0,
+    ) -> None:
+        """Have a request end that computed all of its prompt. It was looked up at *as_of* (0: just now)."""
         chain, trail = self.chain(token_ids, salt)
+        trail = replace(trail, as_of=as_of)
         balance = TokenBalance(recomputed=len(token_ids), reasons={Reason.NEVER_SEEN: len(token_ids)})
         self.num_ended += 1
         record = RequestRecord(request_id, tenant, None, float(self.num_ended), balance, total_s=0.5)
@@ -90,6 +98,28 @@ def test_evidence_is_a_snapshot_that_another_thread_may_look_at_later() -> None:
     assert before.departure is not None
     assert before.departure.num_shared == 3
     assert later.explanation().rows[0].why is Reason.EVICTED_FROM_HOST
+
+
+def test_tokens_that_several_requests_compute_at_the_same_time_were_not_seen_before_by_any_of_them() -> None:
+    bed = Bed()
+    looked_up_at = time.time()
+    for request_id in ("first", "second", "third"):
+        bed.end(request_id, prompt_of(1), as_of=looked_up_at)
+
+    for request_id in ("first", "second", "third"):
+        (past,) = bed.explainer.find(request_id, None)
+        explanation = bed.explainer.evidence(past).explanation()
+        assert [row.why for row in explanation.rows] == [Reason.NEVER_SEEN]
+        assert explanation.departure is None
+
+
+def test_a_prompt_that_ended_before_the_lookup_and_whose_eviction_is_forgotten_was_seen_long_ago() -> None:
+    bed = Bed()
+    bed.end("first", prompt_of(1), as_of=time.time())
+    bed.end("second", prompt_of(1), as_of=time.time())
+
+    (past,) = bed.explainer.find("second", None)
+    assert {row.why for row in bed.explainer.evidence(past).explanation().rows} == {Why.FORGOTTEN}
 
 
 def test_a_guess_under_another_salt_looks_the_same_whether_it_is_right_or_wrong() -> None:
