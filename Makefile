@@ -43,6 +43,12 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 	.venv/litellm/bin/python -m pip install -q litellm==1.106.2
 	touch $@
 
+# OpenAI's Agents SDK is a client only.
+.venv/agents/installed: .venv/installed
+	$(BIN)/python -m venv .venv/agents
+	.venv/agents/bin/python -m pip install -q openai-agents==0.24.0
+	touch $@
+
 # OpenStack Swift, an object store with S3's API: a server, whose requirements are its own.
 .venv/swift/installed: .venv/installed
 	$(BIN)/python -m venv .venv/swift
@@ -75,8 +81,8 @@ test-quick: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
-test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed \
-  .venv/swift/installed .venv/extras/installed
+test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/agents/installed .venv/node/installed \
+  .venv/lm-eval/installed .venv/swift/installed .venv/extras/installed
 	$(PYTEST) -m "long and not slow"
 	$(MAKE) test-processors
 
