@@ -6,7 +6,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages, site_titles
+from markdown_links import (
+    ROOT,
+    anchors_of,
+    code_of,
+    definitions_of,
+    examples_of,
+    links_of,
+    pages,
+    references_of,
+    site_titles,
+)
 from metrics_page import names_on_page
 
 from kvtier.connectors.sglang_storage.options import JUDGED as SGLANG_OPTIONS
@@ -19,6 +29,7 @@ PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 # DESIGN.md and CHANGELOG.md also name what is planned, or gone.
 GUIDES = [page for page in PAGES if page not in ("CHANGELOG.md", "DESIGN.md", "STYLE.md")]
 LONGEST_README = 120
+LONGEST_LINE = 125
 KINDS = (Config, SidecarConfig, RouteConfig)
 TABLES = {name: field.type for name, field in ((field.name, field) for field in msgspec.structs.fields(Config))}
 
@@ -59,6 +70,19 @@ def test_each_link_leads_to_a_file_and_each_anchor_to_a_heading(page: str) -> No
 
     assert [link.file for link in links if not link.file.is_file()] == []
     assert [link for link in links if link.anchor and link.anchor not in anchors_of(link.file)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_link_by_reference_has_a_definition_and_each_definition_a_link(page: str) -> None:
+    assert references_of(ROOT / page) == set(definitions_of(ROOT / page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_lines_of_a_page_are_short(page: str) -> None:
+    """Longer lines are hard to read in an editor and in a diff. URLs do not count, because they cannot be wrapped."""
+    lines = [re.sub(r"https?://[^\s)>\]]+", "", line) for line in (ROOT / page).read_text().splitlines()]
+
+    assert [line for line in lines if len(line) > LONGEST_LINE] == []
 
 
 @pytest.mark.parametrize("page", GUIDES)

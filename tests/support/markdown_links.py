@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^(```+|~~~+)(\w*)[^\n]*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
-_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_REFERENCE = re.compile(r"\[([^\]]*)\]\[([^\]\n]*)\]")
+_DEFINITION = re.compile(r"^ {0,3}\[([^\]\n]+)\]: +(\S+)", re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 
@@ -48,11 +50,22 @@ def _entries(navigation: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def links_of(page: Path) -> list[Link]:
-    """The relative links of *page*, those in examples of code left out."""
-    text = _CODE.sub("", _FENCE.sub("", page.read_text()))
-    targets = [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+    """Return the relative links of *page*, inline or by reference, except those in examples of code."""
+    text = _text_of(page)
+    found = [*_LINK.findall(text), *definitions_of(page).values()]
+    targets = [target for target in found if not re.match(r"[a-z]+:", target)]
     split = [target.partition("#") for target in targets]
     return [Link((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in split]
+
+
+def definitions_of(page: Path) -> dict[str, str]:
+    """Return the targets of the links by reference (`[text][name]`) of *page*, by name in lower case."""
+    return {name.lower(): target for name, target in _DEFINITION.findall(_text_of(page))}
+
+
+def references_of(page: Path) -> set[str]:
+    """Return the names that links by reference on *page* use, in lower case; `[name][]` uses its text."""
+    return {(name or " ".join(text.split())).lower() for text, name in _REFERENCE.findall(_text_of(page))}
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -64,6 +77,11 @@ def anchors_of(page: Path) -> set[str]:
 def code_of(page: Path) -> list[str]:
     """What stands between backticks in the sentences of *page*."""
     return _CODE.findall(_FENCE.sub("", page.read_text()))
+
+
+def _text_of(page: Path) -> str:
+    """The text of *page* without examples of code, and without what stands between backticks."""
+    return _CODE.sub("", _FENCE.sub("", page.read_text()))
 
 
 def examples_of(page: Path, language: str) -> list[str]:
