@@ -222,7 +222,7 @@ class TieredCache:
         return tables
 
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
-        """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
+        """Name a request's full blocks within its computed tokens *start* to *end*, so that lookups find them.
 
         *tables* are the request's block tables. If another slot already holds a block of the same name, the two blocks
         have the same content, so the table is changed to refer to that slot. *boundaries* are the token positions where
@@ -278,7 +278,7 @@ class TieredCache:
             group.pool.release(passed)
 
     def release(self, tables: Tables) -> None:
-        """Release a request's leases, those of its last blocks first, so that its last blocks are evicted first."""
+        """Release a request's leases, those of its last blocks first, so that these blocks are evicted first."""
         for group, table in zip(self._group_tiers, tables, strict=True):
             slots = np.array(table, np.intp)[::-1]
             leased = slots[slots != NO_SLOT]

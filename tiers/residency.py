@@ -196,7 +196,7 @@ class Residency:
         return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def commit_run(self, group: GroupTiers, table: "array[int]", chain: BlockChain, start: int, slots: Ids) -> None:
-        """Name the blocks of a request's *table* from block *start* on, which are in *slots*.
+        """Name the blocks in *slots*. They are the blocks of a request's *table* from block *start* on.
 
         If another slot already holds a block of the same name, that slot replaces the request's own slot in *table*.
         """
@@ -316,7 +316,7 @@ class Residency:
         were_dirty: set[BlockName | None],
         cause: EvictionCause,
     ) -> None:
-        """Log that blocks have left the device, and remember which of them host memory and the disk lack too."""
+        """Log that blocks have left the device, and remember those that neither host memory nor the disk has."""
         if not names:
             return
         if not group.slots.is_spilled:

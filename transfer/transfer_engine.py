@@ -100,7 +100,7 @@ class TransferEngine:
         deliver: Callable[[Transfer], None],
         num_blocks: int = 0,
     ) -> bool:
-        """Submit *work*, which moves *num_blocks* blocks, to the lane (queue) of the *route* (pair of tiers).
+        """Submit *work*, which copies *num_blocks* blocks, to the lane (copy queue) of *route* (a pair of tiers).
 
         A later `poll` calls *deliver* with the finished transfer. Returns False without any effect if the lane is full
         or closed.

@@ -85,7 +85,7 @@ class Change:
         return True
 
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
-        """Allocate *num_slots* slots of *num_bytes*, so that all slots together take at most *limit_bytes* on disk.
+        """Allocate *num_slots* slots of *num_bytes*. All slots together may take at most *limit_bytes* on disk.
 
         Returns two lists: the allocated slots, and free slots that were turned into holes (see `give_back`) to stay
         within the limit. The caller must release the disk space of the holes (punch them) before it writes to the
@@ -128,7 +128,7 @@ class Change:
         return to_punch
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
-        """Add the record of *blob*, whose key is new and whose value is in *slot*, as the newest record.
+        """Add a record for *blob*, whose value is in *slot*, as the newest record. Its key must be new.
 
         The record of the parent block is marked as recently used, so that it is not evicted before this record. It is
         not marked if this change adds it later (its key is in *coming*): then it will be newer than this record anyway.
@@ -328,6 +328,7 @@ class Change:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: RecordRow, coming: Collection[bytes] = ()) -> None:
+        """Write a record to the index, at the end of the eviction order, and mark its parent as recently used."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)

@@ -295,6 +295,7 @@ class LmdbWriter:
         return gone
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
+        """Store the blobs in one transaction, which also evicts old records to make room for them."""
         unique = {blob.key: blob for blob in group}.values()
         limit = MAX_EVICTED + len(unique)
         syncing: list[Future[None]] = []

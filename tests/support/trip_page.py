@@ -7,10 +7,13 @@ import ast
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from markdown_links import ROOT
+from page_text import paragraph
+
 PAGE = ROOT / "docs" / "trip.md"
+INTERFACE = ("tiers/lower/lower_tiers.py", "LowerTiers")
+"""The interface whose docstrings describe functions that implement it and have none of their own."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +27,23 @@ class Step:
 
 INTRODUCTION = """# A block's round trip
 
-One block is computed, copied down to host memory and to disk, evicted from above, found again by a later prompt, and
-promoted back. These are the functions that it passes, with the bookkeeping left out: about an hour's reading. The
-page is generated from the source (`python tests/support/trip_page.py`), and a test runs the trip and checks that it
-passes each of them. `python tests/support/block_trip.py --functions` lists all functions of the trip.
+This page follows one block of the KV cache. The block is computed, copied down to host memory and to disk, evicted
+from the device and from host memory, found again by a later prompt, and promoted back. The page quotes the functions
+that do this, without most of the bookkeeping. Reading it takes about an hour. The [glossary](glossary.md) explains
+words such as *slot*, *lease* and *spill*.
 
-The device's side (steps 1, 2, 6, 7) talks to the tiers below it through one contract, `LowerTiers` in
+The page is generated from the source (`python tests/support/trip_page.py`). A test runs the trip, and checks that it
+passes each quoted function. `python tests/support/block_trip.py --functions` lists all functions of the trip.
+
+The device's side (steps 1, 2, 6 and 7) calls the lower tiers through one interface: `LowerTiers` in
 `tiers/lower/lower_tiers.py`.
 """
 
 STEPS = (
     Step(
         "Compute and name",
-        "A request takes blank slots. After the step that fills a block, the block gets its name, a hash of the whole "
-        "prefix, and later prompts can find it.",
+        "A request takes blank slots. Each slot is the memory for one block. After the step that fills a block, the "
+        "block gets its name, which is a hash of the whole prefix. From then on, later prompts can find the block.",
         [
             "tiers/cache.py: TieredCache.allocate",
             "tiers/cache.py: TieredCache.commit",
@@ -47,8 +53,8 @@ STEPS = (
     ),
     Step(
         "Release",
-        "The request ends. Its slots join the end of the eviction order with their content intact, the tail of the "
-        "prefix first, so that a block is evicted before the blocks that it continues.",
+        "The request ends. Its slots join the end of the eviction order, and keep their content. The tail of the "
+        "prefix joins first, so a block is evicted before the blocks that precede it.",
         [
             "tiers/cache.py: TieredCache.release",
             "tiers/device/block_pool.py: BlockPool.release",
@@ -57,8 +63,8 @@ STEPS = (
     ),
     Step(
         "Spill to host memory",
-        "Blocks near the eviction end are copied to host slots before their device slots are needed. A batch leases "
-        "both ends of each copy until it has ended.",
+        "Blocks that will be evicted soon are copied to host slots before their device slots are needed. A batch of "
+        "copies leases all source and destination slots until it has ended. A leased slot keeps its content.",
         [
             "tiers/down/host_spill.py: HostSpill.spill",
             "tiers/down/host_spill.py: HostSpill._clean",
@@ -69,7 +75,8 @@ STEPS = (
     ),
     Step(
         "Publish in host memory",
-        "When the bytes are complete and digested, the block can be found in host memory, and is offered to the disk.",
+        "When a block's bytes are complete and have a digest, lookups can find the block in host memory. Then the "
+        "block is offered to the disk.",
         [
             "tiers/lower/local_tiers.py: LocalTiers.reserve",
             "tiers/down/host_spill.py: HostSpill._on_copied",
@@ -79,8 +86,8 @@ STEPS = (
     ),
     Step(
         "Write to disk",
-        "A batch of blocks goes to the store. The payload is written to a slot that no record has; then index, order "
-        "and counters change in one transaction.",
+        "A batch of blocks goes to the store. Their bytes are written to slots that no record has. Then index, "
+        "eviction order and counters change in one transaction.",
         [
             "tiers/lower/disk_spill.py: DiskSpill._start",
             "tiers/lower/disk_spill.py: DiskSpill._work",
@@ -94,8 +101,8 @@ STEPS = (
     ),
     Step(
         "Evict",
-        "A slot is needed. The oldest free block loses its name, and stays findable below. If nothing below holds it, "
-        "the block is remembered as a ghost with the cause.",
+        "A device slot is needed. The oldest free block loses its slot, but lookups still find it in lower tiers. If "
+        "no lower tier has the block, kvtier keeps a *ghost*: the record of an evicted block, with the cause.",
         [
             "tiers/device/group_slots.py: GroupSlots.evict",
             "tiers/device/block_pool.py: BlockPool.evict",
@@ -113,8 +120,8 @@ STEPS = (
     ),
     Step(
         "Promote",
-        "The block is read from disk into a leased host slot, verified against its key, copied to a device slot, "
-        "verified against its digest, and published. The request computes only the rest of the prompt.",
+        "The block is read from disk into a leased host slot and verified against its key. Then it is verified against "
+        "its digest, copied to a device slot, and published. The request computes only the rest of the prompt.",
         [
             "tiers/up/promoter.py: Promoter.promote",
             "tiers/up/promoter.py: Promoter._start_part",
@@ -141,29 +148,38 @@ def generated_page() -> str:
     parts = [INTRODUCTION]
     num_lines = 0
     for number, step in enumerate(STEPS, 1):
-        parts.append(f"\n## {number}. {step.title}\n\n{textwrap.fill(step.text, 120)}\n")
+        parts.append(f"\n## {number}. {step.title}\n\n{paragraph(step.text)}")
         for function in step.functions:
             file, _, name = function.partition(": ")
             summary, code = _quoted(file, name)
             num_lines += len(code.splitlines())
-            parts.append(f"\n`{name}` in `{file}`: {summary}\n\n```python\n{code}\n```\n")
+            text = paragraph(f"**`{name}`** in `{file}`: {summary}")
+            parts.append(f"\n{text}\n```python\n{code}\n```\n")
     parts.append(f"\n{len(named_functions())} functions, {num_lines} lines of code.\n")
     return "".join(parts)
 
 
 def _quoted(file: str, name: str) -> tuple[str, str]:
-    """The first line of a function's docstring, and its code without the docstring."""
-    source = (ROOT / file).read_text()
-    node = dict(_definitions(ast.parse(source), ""))[name]
-    lines = source.splitlines()
+    """Return the first line of a function's docstring, and its code without the docstring."""
+    node, lines = _function(file, name)
     docstring = ast.get_docstring(node) or ""
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     code = lines[first - 1 : node.end_lineno]
     if docstring:
         own = node.body[0]
         del code[own.lineno - first : (own.end_lineno or own.lineno) - first + 1]
-    summary = docstring.partition("\n")[0] or "implements the contract."
+    else:
+        contract, interface = INTERFACE
+        implemented, _ = _function(contract, f"{interface}.{name.rpartition('.')[2]}")
+        docstring = ast.get_docstring(implemented) or ""
+    summary = docstring.partition("\n")[0]
     return summary[:1].lower() + summary[1:], textwrap.dedent("\n".join(code))
+
+
+def _function(file: str, name: str) -> tuple[ast.FunctionDef, list[str]]:
+    """Return the definition of a function, and the lines of its file."""
+    source = (ROOT / file).read_text()
+    return dict(_definitions(ast.parse(source), ""))[name], source.splitlines()
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:

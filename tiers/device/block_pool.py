@@ -383,7 +383,7 @@ class BlockPool:
         return taken
 
     def evict(self, slots: Slots) -> list[BlockName]:
-        """Evict the blocks in these slots, leased or not, and return the blocks' names.
+        """Evict the blocks in these slots, leased or not, and return the names of the blocks.
 
         Slots without a named block are ignored. Of the others, free slots become blank, and are reused after all other
         blank slots, in the order given. Leased slots become blank when their last lease ends.

@@ -405,7 +405,7 @@ class EvictionOrder:
         self._given = NOTHING  # the part of `_front` that `victims` returned last
 
     def append_few(self, slots: list[int]) -> None:
-        """Append these slots, none of which may be in the queue already."""
+        """Append a few slots to the queue. None of them may be in the queue already."""
         before, places = self._before, self._places
         self._rows.grow(self._end - before + len(slots))
         items, place = self._rows.items, self._end

@@ -308,7 +308,7 @@ class GroupSlots:
         return pool.num_blank + int(np.count_nonzero(~self.dirty.among(oldest[:window])))
 
     def evict(self, slots: Slots, cause: EvictionCause) -> None:
-        """Evict the blocks in the slots, leased or not."""
+        """Evict the blocks in these slots, whether the slots are leased or not."""
         ids = np.asarray(slots, np.intp)
         were_dirty = self._clean(ids)
         self._tell(ids, self.pool.evict(ids), were_dirty, cause)

@@ -85,7 +85,7 @@ class HostSpill:
         self._clean_fronts = {group: CleanFront() for group in self._groups}
 
     def spill(self, demand: Sequence[int]) -> None:
-        """Start to copy the dirty blocks in the window, that is, among the device blocks to be evicted next.
+        """Start to copy the dirty blocks in the window: the device blocks that will be evicted next.
 
         *demand* is how many slots of each attention group will soon be taken. The window has `CleanAhead.depth` blocks
         plus this number. While blocks are copied to the device over the same bus, half the depth is used. Without a
@@ -147,7 +147,7 @@ class HostSpill:
         return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _clean(self, group: GroupTiers, window: int, beyond: int) -> None:
-        """Start to copy the dirty blocks among the next *window* + *beyond* slots to be evicted.
+        """Start to copy the dirty blocks among the *window* + *beyond* slots that will be evicted next.
 
         Does nothing if the first *window* of these slots are known to be clean or being copied.
         """
@@ -173,7 +173,7 @@ class HostSpill:
         return self.copies.max_blocks(group.pool, self._batch_blocks[group], num_lendable)
 
     def _start(self, group: GroupTiers, slots: Ids) -> bool:
-        """Start to copy the blocks in *slots* as one batch, except for those that already have a copy below.
+        """Start to copy the blocks in *slots* as one batch, except blocks that already have a lower copy.
 
         Returns False if *slots* is empty, the host has too few slots for all blocks, or the lane (copy queue) is full.
         """
@@ -205,6 +205,7 @@ class HostSpill:
         return is_all
 
     def _on_copied(self, batch: HostBatch, transfer: Transfer) -> None:
+        """End a batch whose copy has finished. Publish its blocks in host memory unless the copy failed."""
         if self._log is not None:
             self._log.on_copied(Route.DEVICE_TO_HOST, batch, transfer)
         if transfer.error is not None:

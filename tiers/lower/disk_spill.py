@@ -143,6 +143,7 @@ class DiskSpill:
         return lambda: disk.write(blobs)
 
     def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
+        """End a batch whose write has finished. Add its blocks to the index, and remove blocks that were evicted."""
         group_id = batch.group_id
         if transfer.error is None:
             cause = self._disk.on_written(transfer.result)

@@ -80,7 +80,7 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return where the leading blocks are, up to the first one that no tier has; see `LowerTiers.find_run`."""
+        """Return the places of the first blocks, up to one that no tier has; see `LowerTiers.find_run`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -172,9 +172,9 @@ class LowerIndex:
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
-        """Mark blocks in these host slots dirty (to be written to disk), if the disk lacks them and should have them.
+        """Mark blocks in these host slots as dirty (to be written to disk) if the disk lacks them and admits them.
 
-        `Admission` decides which blocks the disk should have. Call this when blocks arrive from the device and when
+        `Admission` decides which blocks the disk admits. Call this when blocks arrive from the device and when
         they are used, with the last block of a prefix first.
         """
         if not self.disk.is_there:

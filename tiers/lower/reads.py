@@ -334,6 +334,7 @@ class Reads:
             self._end(block_read, Reason.FAILED)
 
     def _on_read(self, read: ReadBatch, transfer: Transfer) -> None:
+        """Publish the blocks of a finished read in host memory, and report each block's outcome to its fetches."""
         source = self._source
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
         is_late = read in self._hanging

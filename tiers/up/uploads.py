@@ -266,6 +266,7 @@ class Uploads:
             assert not pool.is_free(upload.device_slot), "a block arrives in a slot that is not leased"
 
     def _submit_upload(self) -> bool:
+        """Submit the next batch of copies from host memory to the device; return False if the lane is full."""
         group = next(iter(self._to_upload)).group
         memory = group.memory
         first = islice(self._to_upload, self._batch_blocks[group])
@@ -343,7 +344,7 @@ class Uploads:
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
-        """Name consecutive blocks of one prompt that have arrived, so that lookups find them.
+        """Name consecutive blocks of one prompt that have arrived on the device, so that lookups find them.
 
         If a request has computed and named one of these blocks meanwhile, the promotions that wait for the arrived copy
         use the request's slot instead.
