@@ -123,9 +123,9 @@ def add_allowed_hosts(parser: argparse.ArgumentParser) -> None:
         dest="allowed_hosts",
         type=_host_name,
         metavar="NAME",
-        help="host name that clients may use in the server's URL, such as a proxy's name; *.NAME allows all names that "
-        "end in .NAME; may be repeated; IP addresses and localhost are always allowed; local names such as gpu7 or "
-        "gpu7.local are allowed unless --host is a loopback address; a server with API keys allows every name "
+        help="host name that clients may use in the server's URL, such as a proxy's name. *.NAME allows all names that "
+        "end in .NAME. The option may be repeated. IP addresses and localhost are always allowed. Local names such as "
+        "gpu7 or gpu7.local are allowed unless --host is a loopback address. A server with API keys allows every name "
         "(default: none)",
     )
 

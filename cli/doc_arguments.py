@@ -32,8 +32,8 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
         "doc",
         aliases=["docs"],
         help="put, list, warm, pin or delete documents that a server keeps warm",
-        description="Puts, lists, warms, pins and deletes documents of a running 'kvtier serve', which prefills them in"
-        " the background and keeps their keys and values, so that questions about them start at once.",
+        description="Puts, lists, warms, pins and deletes documents of a running 'kvtier serve'. The server prefills "
+        "the documents in the background and keeps their KV cache. So questions about them start at once.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )

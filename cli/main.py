@@ -82,9 +82,9 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     explain = commands.add_parser(
         "explain",
         help="show why a prompt was a cache hit or a miss, block by block",
-        description="Shows for a finished request or a prompt which tokens came from which tier, why other tokens "
-        "missed, and where the prompt differs from the closest known one; asks a running 'kvtier serve' or "
-        "'kvtier sidecar'.",
+        description="Shows which tokens of a prompt came from which tier, why other tokens missed, and where the "
+        "prompt differs from the closest known one. The prompt is that of a finished request, or given by --prompt. "
+        "The command asks a running 'kvtier serve' or 'kvtier sidecar'.",
         epilog=EXPLAIN_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -175,9 +175,9 @@ def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="ask questions about a long document and see which tier serves it",
-        description="Asks questions about one long document six times (cold, from the device pool, from host memory, "
-        "from disk, from disk in a new process, and with one damaged byte on disk) and prints the answers, the time to "
-        "first token (TTFT) and where the prompt's tokens came from.",
+        description="Asks questions about one long document six times: cold, from the device pool, from host memory, "
+        "from disk, from disk in a new process, and with one damaged byte on disk. Prints the answers, the times to "
+        "first token (TTFT), and where the prompt's tokens came from.",
         epilog=DEMO_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -207,7 +207,7 @@ def _add_demo(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     top = commands.add_parser(
         "top",
-        help="live view of a server's or sidecar's contents and activity",
+        help="show a live view of a server's or sidecar's contents and activity",
         description="Shows a live view of a server (requests, latencies, sources of prompt tokens, tiers, copies) or "
         "of a sidecar (tiers, hits, copies, clients, leases), until q or Ctrl-C is pressed.",
         epilog=TOP_EXAMPLES,

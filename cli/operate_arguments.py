@@ -31,8 +31,8 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     operate = commands.add_parser(
         "operate",
         help="reset, evict, spill, pin, check or set the log level of a running server or sidecar",
-        description="Makes a running 'kvtier serve' or 'kvtier sidecar' carry out an operator's verb, which needs an"
-        " operator's token and is recorded as a line in the audit log.",
+        description="Sends an operator's command (a verb) to a running 'kvtier serve' or 'kvtier sidecar'. The verb "
+        "needs an operator's token, and is recorded in the audit log.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -71,7 +71,9 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     what.add_argument(
         "--token-ids", metavar="FILE", help="file with a JSON array of token ids, or - for standard input"
     )
-    pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="duration: 90s, 30m, 12h, 7d")
+    pin.add_argument(
+        "--seconds", type=_seconds, required=True, metavar="TIME", help="duration of the pin: 90s, 30m, 12h, 7d"
+    )
     pin.add_argument(
         "--model",
         type=utf8_text,

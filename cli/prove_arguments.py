@@ -27,9 +27,9 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     prove = commands.add_parser(
         "prove",
         help="test whether an OpenAI-compatible server answers correctly from its KV cache",
-        description="Sends prompts that share prefixes to a running server, with and without use of its KV cache, and"
-        " compares answers and log probabilities, allowing for the noise of batching and computation shapes; needs only"
-        " HTTP, and fills the server's cache with its prompts.",
+        description="Sends prompts that share prefixes to a running server, with and without use of its KV cache. "
+        "Compares the answers and log probabilities, and allows for the noise of batching and computation shapes. The "
+        "command needs only HTTP. It fills the server's cache with its prompts.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -62,7 +62,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         type=_count,
         default=2,
         metavar="N",
-        help="number of rounds; a round has one pair of prompts of each kind and length; every second round is sent "
+        help="number of rounds. A round has one pair of prompts of each kind and length. Every second round is sent "
         "concurrently (default: 2)",
     )
     prove.add_argument(
@@ -72,22 +72,22 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         "--evict",
         type=_count,
         metavar="TOKENS",
-        help="between the first and the second prompts of the pairs with shared prefixes, send other prompts of this "
-        "many tokens in total, to evict cached blocks; to test a tier, give the total capacity of the faster tiers, "
-        "including device memory (default: none)",
+        help="send other prompts of this many tokens in total, to evict cached blocks. This happens between the first "
+        "and the second prompts of pairs with shared prefixes. To test a tier, give the total capacity of the faster "
+        "tiers, including device memory (default: none)",
     )
     prove.add_argument(
         "--between",
         type=nonempty_text,
         metavar="COMMAND",
-        help="shell command to run between the first and the second prompts of the pairs with shared prefixes, for "
-        "example to restart the server; the test continues when the server answers (default: none)",
+        help="shell command to run between the first and the second prompts of pairs with shared prefixes, for "
+        "example to restart the server. The test continues when the server answers (default: none)",
     )
     prove.add_argument(
         "--seed",
         type=_count,
         metavar="N",
-        help="seed of random prompts, to repeat those of an earlier run; empty the cache first (default: new prompts)",
+        help="seed of the random prompts, to repeat those of an earlier run; empty the cache first (default: new ones)",
     )
     prove.add_argument(
         "--api-key",

@@ -67,8 +67,8 @@ def add_bench_remote(commands: "argparse._SubParsersAction[Any]", run: Callable[
     bench = commands.add_parser(
         "bench-remote",
         help="measure whether a shared remote store pays off on this network",
-        description="Measures the latency and throughput of a remote store, and prints the prefill speed above which"
-        " loading blocks from it is slower than computing them.",
+        description="Measures the latency and throughput of a remote store. Prints the prefill speed above which "
+        "loading blocks from the store is slower than computing them.",
         epilog=BENCH_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -107,9 +107,9 @@ def add_forget_remote(commands: "argparse._SubParsersAction[Any]", run: Callable
     forget = commands.add_parser(
         "forget-remote",
         help="delete a model's blocks from a shared remote store",
-        description="Deletes the records of namespaces from a remote store, such as those of a model that is no longer"
-        " served, or those put before a key was changed; a namespace holds the blocks of one model with its weights,"
-        " dtype and KV layout.",
+        description="Deletes all records of the given namespaces from a remote store. A namespace holds the blocks of "
+        "one model with its weights, dtype and KV layout. Use this for a model that is no longer served, or after the "
+        "encryption key was changed.",
         epilog=FORGET_EXAMPLES,
         formatter_class=HelpFormatter,
     )

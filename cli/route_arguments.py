@@ -34,9 +34,10 @@ def add_route(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
     """Add `kvtier route`, which calls *run*."""
     route = commands.add_parser(
         "route",
-        help="HTTP router that sends each request to the server that has its prompt cached",
-        description="Routes OpenAI's and Anthropic's API to several servers of one model, kvtier's or vLLM's: each "
-        "request goes to the server with the longest cached prefix, weighed against the server's load.",
+        help="route each HTTP request to the server that has its prompt cached",
+        description="Routes HTTP requests (OpenAI's and Anthropic's API) to several kvtier or vLLM servers of one "
+        "model. For each request, the router chooses a server that has a long prefix of the prompt cached and little "
+        "load.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )

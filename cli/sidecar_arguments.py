@@ -26,9 +26,9 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     """Add `kvtier sidecar`, which calls *run*."""
     sidecar = commands.add_parser(
         "sidecar",
-        help="host memory and disk tiers for engines that attach to them, such as vLLM",
+        help="keep the KV cache of attached engines, such as vLLM, in host memory and on disk",
         description="Keeps the KV cache of the engines on this machine in host memory and on disk, in a separate "
-        "process: engines attach by configuration, share cached blocks, and find them again after a restart.",
+        "process. Engines attach by configuration. They share cached blocks, and find them again after a restart.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -53,7 +53,7 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         "--socket",
         metavar="PATH",
         help="Unix socket to which vLLM (with kvtier's connector) and 'kvtier serve' attach; none: no socket (default: "
-        "kvtier.sock in $XDG_RUNTIME_DIR or /run)",
+        "kvtier.sock in $XDG_RUNTIME_DIR, or else in /run)",
     )
     sidecar.add_argument(
         "--listen",

@@ -44,8 +44,8 @@ def add_store(commands: _Commands, run: _Run) -> None:
     store = commands.add_parser(
         "store",
         help="list or delete the namespaces of a store",
-        description="Lists or deletes the namespaces of a store; a namespace holds the blocks of one model with its"
-        " weights, dtype and KV layout.",
+        description="Lists or deletes the namespaces of a store. A namespace holds the blocks of one model with its "
+        "weights, dtype and KV layout.",
         epilog=STORE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -61,8 +61,8 @@ def _add_check(commands: _Commands, run: _Run) -> None:
         "check",
         aliases=["verify", "fsck"],
         help="verify a store's accounting and every byte in it",
-        description="Reads and verifies all records of a store that no engine has open, and compares the store's "
-        "accounting with a full count; deletes nothing without --fix.",
+        description="Reads and verifies all records of a store, and compares the store's accounting with a full count. "
+        "No engine may have the store open. Without --fix, the command deletes nothing.",
         epilog=CHECK_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -79,7 +79,7 @@ def _add_stats(commands: _Commands, run: _Run) -> None:
         "stats",
         aliases=["info"],
         help="show the contents of a store",
-        description="Shows the contents of a store by namespace, and whether the store was closed; works while an "
+        description="Shows the contents of a store by namespace, and whether the store was closed. Works while an "
         "engine has the store open.",
         epilog=STATS_EXAMPLES,
         formatter_class=HelpFormatter,
@@ -94,7 +94,7 @@ def _add_list(commands: _Commands, run: _Run, what: str) -> None:
         "ls",
         aliases=["list"],
         help=what,
-        description="Lists the namespaces of a store; works while an engine has it open.",
+        description="Lists the namespaces of a store. Works while an engine has the store open.",
         epilog=STORE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -107,8 +107,8 @@ def _add_remove(commands: _Commands, run: _Run, what: str) -> None:
         "rm",
         aliases=["remove", "delete"],
         help=what,
-        description="Deletes the records of namespaces of a store that no engine has open, and returns their space to"
-        " the file system, so that their bytes can no longer be read from the file.",
+        description="Deletes all records of the given namespaces from a store. Their space goes back to the file "
+        "system, so their bytes can no longer be read from the store's files. No engine may have the store open.",
         epilog=STORE_EXAMPLES,
         formatter_class=HelpFormatter,
     )

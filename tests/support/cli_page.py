@@ -10,9 +10,8 @@ from kvtier.cli.main import build_parser
 
 INTRODUCTION = """# Commands
 
-All commands and options of `kvtier`. `kvtier COMMAND --help` prints the same in a terminal. An error is one line on
-stderr that says what to do, and ends the command with exit status 2. `kvtier help COMMAND` is the same as
-`kvtier COMMAND --help`.
+This page lists all commands and options of `kvtier`. In a terminal, `kvtier COMMAND --help` and `kvtier help COMMAND`
+print the same. An error is one line on stderr that says what to do. It ends the command with exit status 2.
 
 This page is generated from the command's parsers by `make reference`.
 """
@@ -22,8 +21,11 @@ def cli_page() -> str:
     """Return the page."""
     parser = build_parser()
     found = list(commands_of(parser))
+    first: dict[str, str] = {}  # the first command with each epilog
+    for each, _, _ in found:
+        first.setdefault(each.epilog or "", each.prog)
     index = "".join(bullet(f"[`{each.prog}`](#{_anchor(each.prog)})", _sentence(help_)) for each, help_, _ in found)
-    sections = "".join(_section(each, help_, aliases) for each, help_, aliases in found)
+    sections = "".join(_section(each, help_, aliases, first[each.epilog or ""]) for each, help_, aliases in found)
     return f"{INTRODUCTION}\n{index}{sections}"
 
 
@@ -48,7 +50,8 @@ def _aliases(action: "argparse._SubParsersAction[argparse.ArgumentParser]") -> s
     return set(action.choices) - set(first.values())
 
 
-def _section(parser: argparse.ArgumentParser, help_: str, aliases: list[str]) -> str:
+def _section(parser: argparse.ArgumentParser, help_: str, aliases: list[str], with_epilog: str) -> str:
+    """Return the section of a command. Its epilog is only in that of *with_epilog*, the first command that has it."""
     parts = [f"\n## `{parser.prog}`\n\n"]
     parts.append(paragraph(_sentence(_filled(parser, parser.description or help_))))
     if aliases:
@@ -65,7 +68,9 @@ def _section(parser: argparse.ArgumentParser, help_: str, aliases: list[str]) ->
     if commands:
         shown = [f"[`{each.prog}`](#{_anchor(each.prog)})" for each, _, _ in commands_of(parser)]
         parts.append("\n" + paragraph(f"Commands: {', '.join(shown)}."))
-    if parser.epilog:
+    if parser.epilog and with_epilog != parser.prog:
+        parts.append(f"\nExamples and exit status: [`{with_epilog}`](#{_anchor(with_epilog)}).\n")
+    elif parser.epilog:
         parts.append(f"\n```text\n{_filled(parser, parser.epilog).strip()}\n```\n")
     return "".join(parts)
 
