@@ -81,8 +81,8 @@ Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
 class Message(msgspec.Struct, frozen=True):
     """A message of a chat. A client may send back the answer of any OpenAI-compatible server unchanged.
 
-    Unknown fields are ignored, see `unknown_fields`. *reasoning_content*, *reasoning* and *thinking* are the names that
-    different servers use for the model's thoughts before its answer.
+    Unknown fields are ignored and logged. *reasoning_content*, *reasoning* and *thinking* are the names that different
+    servers use for the model's thoughts before its answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

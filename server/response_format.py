@@ -17,7 +17,7 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
     """The `response_format` that allows any JSON object.
 
-    *schema*, which llama.cpp and Together have in addition to OpenAI's API, works like that of `JsonSchemaFormat`.
+    *schema* works like the schema of `JsonSchemaFormat`. llama.cpp and Together have it too; OpenAI's API does not.
     """
 
     schema: dict[str, Any] | None = None

@@ -150,7 +150,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
 class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
     """The name of a tool that a search among the tools has found. It is treated as text.
 
-    Anthropic's servers put the found tool into the prompt. In kvtier's prompts, all tools of the request are there.
+    Anthropic's servers put the found tool into the prompt. kvtier's prompts already contain all tools of the request.
     """
 
     tool_name: str

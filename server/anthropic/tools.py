@@ -12,8 +12,8 @@ from kvtier.server.tool_calls.tool import ToolChoice as ChatToolChoice
 class ClientTool(msgspec.Struct, frozen=True):
     """A tool that the client runs.
 
-    Unknown fields, such as *defer_loading*, *input_examples* and *allowed_callers*, are ignored, see `unknown_fields`.
-    All tools are always in the prompt.
+    Unknown fields, such as *defer_loading*, *input_examples* and *allowed_callers*, are ignored and logged. All tools
+    are always in the prompt.
     """
 
     name: FunctionName

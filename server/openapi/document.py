@@ -31,6 +31,8 @@ WHY = {
     504: "timeout",
     507: "no room in host memory or on disk",
 }
+IGNORED = "accepted and ignored"  # descriptions of request fields that kvtier does not use
+NEUTRAL = "accepted if it changes nothing, else refused"
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, as OpenAI's clients send it"},
     "x-api-key": {
@@ -146,9 +148,9 @@ def _add_let_pass(body: Body, schemas: Mapping[int, Object], components: Mapping
         name = schemas[id(kind)]["$ref"].rpartition("/")[2]
         properties = components[name].setdefault("properties", {})
         for field in sorted(body.ignored):
-            properties.setdefault(field, {"description": "accepted and ignored"})
+            properties.setdefault(field, {"description": IGNORED})
         for field, values in sorted(body.neutral.items()):
-            allowed = {"enum": [*values, None], "description": "accepted if it changes nothing, else refused"}
+            allowed = {"enum": [*values, None], "description": NEUTRAL}
             properties.setdefault(field, allowed)
 
 

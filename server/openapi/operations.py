@@ -169,7 +169,7 @@ _DOCUMENTS = [
         "documents",
         "PUT",
         _DOCUMENT,
-        "Put a document, which is computed before questions about it arrive.",
+        "Store a document, and compute its KV cache before questions about it arrive.",
         {200: _TOLD_OF_DOCUMENT, 201: _json("the new document", answers.DocumentObject)},
         (*_OF_A_BODY, 404, 409, 503, 507),
         Body([PutRequest]),
@@ -297,7 +297,7 @@ _OPERATED = [
         "POST",
         f"{OPERATE}/{verb}",
         (kind.__doc__ or "").split("\n\n", maxsplit=1)[0],
-        {200: _json("the verb, and what it has done in names and numbers", dict[str, Any])},
+        {200: _json("the command, and what it did in names and numbers", dict[str, Any])},
         (*_OF_A_BODY, 401, 404, 409, 503, 504, 507),
         Body([kind], is_required=False),
     )

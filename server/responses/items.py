@@ -147,11 +147,11 @@ class ReasoningItem(_Remark, frozen=True, tag="reasoning"):
 
 
 class WebSearchItem(_Remark, frozen=True, tag="web_search_call"):
-    """A search of the web that another server has made. It is ignored, because the answer has its result."""
+    """A web search that another server did for an earlier answer. It is ignored, because the answer has its result."""
 
 
 class FileSearchItem(_Remark, frozen=True, tag="file_search_call"):
-    """A search in files that another server has made. It is ignored, because the answer has its result."""
+    """A file search that another server did for an earlier answer. It is ignored, because the answer has its result."""
 
 
 Item: TypeAlias = (

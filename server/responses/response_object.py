@@ -66,7 +66,7 @@ class InputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """The number of tokens of thoughts. It is always 0, because the server does not tell thoughts from other text."""
+    """The number of tokens of the model's thoughts. It is always 0, because the server does not count them apart."""
 
     reasoning_tokens: int = 0
 
@@ -107,9 +107,10 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A response. *tools* are the tools that the model saw, and *tool_choice*, *text* and others are the request's.
+    """A response.
 
-    *usage* and *kvtier* are there once the response has ended.
+    *tools* lists the tools that the model saw. *tool_choice*, *text* and other parameters are those of the request.
+    *usage* and *kvtier* are present once the response has ended.
     """
 
     id: str

@@ -42,8 +42,8 @@ class FunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"
 class CustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
     """A tool of the client whose input is any text. Unknown fields are ignored.
 
-    The model calls it like a function with one argument. A grammar in *format* is not enforced. The model reads it as
-    a part of the description.
+    The model calls the tool like a function with one argument. A grammar in *format* is not enforced. The model reads
+    the grammar as a part of the description.
     """
 
     name: FunctionName
@@ -64,7 +64,7 @@ class CustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, tag_field="type", tag="namespace"):
-    """A group of tools. The model sees each of them under the name of the group, two underscores and its own name."""
+    """A group of tools. The model sees the tool TOOL of the group GROUP under the name `GROUP__TOOL`."""
 
     name: FunctionName
     tools: Annotated[list[FunctionTool | CustomTool], msgspec.Meta(max_length=MAX_TOOLS)]

@@ -70,7 +70,7 @@ def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
 
 
 @pytest.mark.parametrize("parser", list(parsers_of(build_parser())), ids=lambda parser: parser.prog)
-def test_each_command_has_a_sentence_examples_and_its_defaults(parser: argparse.ArgumentParser) -> None:
+def test_each_command_has_sentences_examples_and_its_defaults(parser: argparse.ArgumentParser) -> None:
     either = {action for group in parser._mutually_exclusive_groups for action in group._group_actions}
     optional = [
         action
@@ -78,7 +78,8 @@ def test_each_command_has_a_sentence_examples_and_its_defaults(parser: argparse.
         if action.option_strings and action.nargs != 0 and not action.required and action not in either
     ]
 
-    assert re.fullmatch(r"[A-Z][^.]+(\.\w[^.]*)*\.", parser.description)
+    sentence = r"[A-Z][^.]+(\.\w[^.]*)*\."
+    assert re.fullmatch(f"{sentence}( {sentence})*", parser.description)
     assert parser.epilog.startswith("examples:\n  kvtier ")
     shown = [action for action in optional if action.help != argparse.SUPPRESS]
     assert [action.dest for action in shown if "(default: " not in action.help] == []

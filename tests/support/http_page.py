@@ -7,7 +7,7 @@ from typing import Any
 
 from page_text import bullet, paragraph
 
-from kvtier.server.openapi.document import openapi_document
+from kvtier.server.openapi.document import IGNORED, NEUTRAL, openapi_document
 from kvtier.server.openapi.operation import EVENTS, JSON
 from kvtier.server.openapi.operations import OPERATIONS
 from kvtier.web.paths import is_open
@@ -93,7 +93,8 @@ def _section(path: str, method: str, operation: Object) -> str:
     errors = []
     for status, response in operation["responses"].items():
         if int(status) < 400 or _is_own(response):
-            parts.append(bullet(f"{status}", f"{response['description']}: {_content(response['content'])}"))
+            content = f": {_content(response['content'])}" if response["content"] else ""
+            parts.append(bullet(f"{status}", f"{response['description']}{content}"))
         else:
             errors.append(f"{status} ({response['description']})")
     if errors:
@@ -105,8 +106,8 @@ def _section(path: str, method: str, operation: Object) -> str:
 
 
 def _summary(operation: Object) -> str:
-    """What an operation does. Operators' verbs are described as "A verb that …" in their structs."""
-    text = re.sub(r"^A verb (\(operator's command\) )?that ", "", _marked(operation["summary"]))
+    """Return what an operation does. Operators' commands are described as "An operator's command that …"."""
+    text = _marked(operation["summary"]).removeprefix("An operator's command that ")
     return f"{text[:1].upper()}{text[1:]}"
 
 
@@ -136,8 +137,24 @@ def _schema_section(name: str, schema: Object) -> str:
     if "description" in schema and not _is_signature(schema):
         parts.append(paragraph(_marked(schema["description"].split(" Attributes: ")[0])) + "\n")
     required = set(schema.get("required", ()))
-    parts += [_field(field, each, field in required) for field, each in schema.get("properties", {}).items()]
-    if not schema.get("properties"):
+    properties = schema.get("properties", {})
+    ignored = [f"`{name}`" for name, each in properties.items() if each.get("description") == IGNORED]
+    neutral = [_neutral(name, each) for name, each in properties.items() if each.get("description") == NEUTRAL]
+    parts += [
+        _field(field, each, field in required)
+        for field, each in properties.items()
+        if each.get("description") not in (IGNORED, NEUTRAL)
+    ]
+    if ignored:
+        parts.append(bullet("accepted and ignored", ", ".join(ignored)))
+    if neutral:
+        parts.append(
+            bullet(
+                "accepted with null or a value in brackets, which change nothing; refused with any other value",
+                ", ".join(neutral),
+            )
+        )
+    if not properties:
         parts.append("No fields.\n")
     return "".join(parts)
 
@@ -154,6 +171,12 @@ def _field(name: str, schema: Object, is_required: bool) -> str:
     elif "default" in schema and schema["default"] not in (None, [], {}):
         told.append(f"default `{json.dumps(schema['default'])}`")
     return bullet(f"`{name}` ({'; '.join(told)})" if told else f"`{name}`", schema.get("description", ""))
+
+
+def _neutral(name: str, schema: Object) -> str:
+    """A field that is accepted if it changes nothing, with the values that do not."""
+    values = [each for each in schema["enum"] if each is not None]
+    return f"`{name}` ({_values(values)})" if values else f"`{name}`"
 
 
 def _type(schema: Object) -> str:  # noqa: PLR0911  # a table of cases

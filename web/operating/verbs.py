@@ -39,9 +39,10 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Reset(Verb, frozen=True, kw_only=True):
-    """A verb that evicts blocks from all tiers except the remote tier.
+    """An operator's command that evicts blocks from all tiers except the remote tier.
 
-    It evicts the blocks of a *tenant*, or of a *namespace*, given by the first digits of its name, or *all* blocks.
+    It evicts the blocks of one *tenant*, the blocks of one *namespace*, or *all* blocks. The first digits of a
+    namespace's name are enough.
     """
 
     tenant: _Text | None = None
@@ -56,7 +57,7 @@ class Reset(Verb, frozen=True, kw_only=True):
 
 
 class Evict(Verb, frozen=True, kw_only=True):
-    """A verb that evicts the oldest blocks of one *tier*, up to a number of *bytes* or *blocks*."""
+    """An operator's command that evicts the oldest blocks of one *tier*, up to a number of *bytes* or *blocks*."""
 
     tier: Literal["device", "host", "disk"]
     bytes: int | str | None = None
@@ -80,7 +81,7 @@ class Evict(Verb, frozen=True, kw_only=True):
 
 
 class Spill(Verb, frozen=True, kw_only=True):
-    """A verb (operator's command) that copies to a lower tier all blocks that are in no lower tier yet.
+    """An operator's command that copies to a lower tier all blocks that are in no lower tier yet.
 
     It waits up to *seconds* for the copies.
     """
@@ -89,7 +90,7 @@ class Spill(Verb, frozen=True, kw_only=True):
 
 
 class Pin(Verb, frozen=True, kw_only=True):
-    """A verb that keeps the cached blocks of a prompt in host memory for *seconds*.
+    """An operator's command that keeps the cached blocks of a prompt in host memory for *seconds*.
 
     *model* is the name of a model or adapter of this server. For a sidecar it is the model of an attached engine.
     *tenant* and *salt* must be the same as in the requests that use the prompt.
@@ -119,22 +120,22 @@ class Pin(Verb, frozen=True, kw_only=True):
 
 
 class Unpin(Verb, frozen=True, kw_only=True):
-    """A verb that ends a pin. *pin* is its name, from the response to the verb `pin`."""
+    """An operator's command that ends a pin. *pin* is the pin's name, from the response to the command `pin`."""
 
     pin: _Text
 
 
 class Check(Verb, frozen=True, kw_only=True):
-    """A verb that verifies that the server's internal records of blocks are consistent.
+    """An operator's command that verifies that the server's internal records of blocks are consistent.
 
-    A check delays running requests. So it is refused while there are any, unless *now* is true.
+    The check delays running requests. So while requests run, the check is refused unless *now* is true.
     """
 
     now: bool = False
 
 
 class LogLevel(Verb, frozen=True, kw_only=True):
-    """A verb (operator's command) that sets the *level* of a *logger*, such as `kvtier` or `kvtier.tiers`."""
+    """An operator's command that sets the *level* of a *logger*, such as `kvtier` or `kvtier.tiers`."""
 
     level: Literal["debug", "info", "warning", "error"]
     logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"
