@@ -14,22 +14,24 @@ from kvtier.routing.router import Routed, RoutedPrompt, Router
 from kvtier.routing.tokens import Tokens
 
 REQUESTS = counter("kvtier_route_requests", "Requests sent to a replica, by reason.", "replica", "reason")
-RETRIES = counter("kvtier_route_retries", "Requests retried at another replica, by failure of the one before.", "why")
+RETRIES = counter(
+    "kvtier_route_retries", "Requests retried at another replica, by the previous replica's failure.", "why"
+)
 FAILURES = counter("kvtier_route_failures", "Requests that no replica answered completely, by reason.", "why")
 PROMPT_TOKENS = counter("kvtier_route_prompt_tokens", "Prompt tokens sent to replicas, estimated if not known.")
-MATCHED_TOKENS = counter("kvtier_route_matched_tokens", "Prompt tokens the replica should have, by tier.", "tier")
+MATCHED_TOKENS = counter("kvtier_route_matched_tokens", "Prompt tokens that the replica should have, by tier.", "tier")
 CHOOSE_SECONDS = histogram("kvtier_route_choose_seconds", "Seconds to choose a replica from a prompt's tokens.")
 REPLICAS = gauge("kvtier_route_replicas", "Replicas by health.", "health")
 DRAINING = gauge("kvtier_route_draining_replicas", "Replicas that an operator drains.")
 REPLICA_REQUESTS = gauge("kvtier_route_replica_requests", "Requests at a replica that have not ended.", "replica")
 WAITING_TOKENS = gauge("kvtier_route_waiting_tokens", "Prompt tokens at a replica that wait to be computed.", "replica")
-INDEX_BLOCKS = gauge("kvtier_route_index_blocks", "Blocks that some replica has or was sent.")
+INDEX_BLOCKS = gauge("kvtier_route_index_blocks", "Blocks of prompts that a replica has, or that were sent to it.")
 ORPHANS = counter("kvtier_route_orphan_blocks", "Reported blocks whose place in a prompt is not known.")
-SESSIONS = gauge("kvtier_route_sessions", "Conversations whose replica is known.")
+SESSIONS = gauge("kvtier_route_sessions", "Conversations whose replica the router knows.")
 EVENT_BATCHES = counter("kvtier_route_event_batches", "Batches of KV events received.", "replica")
 EVENT_GAPS = counter("kvtier_route_event_gaps", "Gaps in the sequence numbers of batches.", "replica")
 EVENT_REPLAYS = counter("kvtier_route_event_replays", "Replays of batches requested from a replica.", "replica")
-EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that a replica's blocks were forgotten.", "replica")
+EVENT_LOSSES = counter("kvtier_route_event_losses", "Times that the router forgot a replica's blocks.", "replica")
 OPERATORS_REFUSED = counter("kvtier_route_operators_refused", "Requests with a missing or wrong operator's token.")
 TOKENIZE = counter("kvtier_route_tokenize", "Requests to replicas for a prompt's tokens, by result.", "result")
 

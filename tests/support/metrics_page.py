@@ -44,11 +44,11 @@ vLLM exports these metrics in addition to its own if its offloading has the seco
 """
 MORE = {  # what a help text has no room for
     "kvtier_hit_tokens": "The tiers are `device`, `host`, `disk` and `remote`.",
-    "kvtier_preempted_tokens": "The results are `hit` and `miss`.",
+    "kvtier_preempted_tokens": "The results are `hit` (found in the cache) and `miss`.",
     "kvtier_ttft_seconds": 'With `coldest="none"`, all tokens were computed.',
     "kvtier_copied_tokens": "kvtier copies these tokens from the cached block into the request's own block.",
     "kvtier_tenant_tokens": "The source is a tier or `recomputed`. At most `[metrics] top_tenants` tenants are counted "
-    "by name, each from the time when it became one of the largest. All other tokens are counted as `other`.",
+    "by name, each from the time when it became one of the largest. All other tokens have the tenant `other`.",
     "kvtier_requests": "The states are `waiting`, `promoting` (the request's prefix is being loaded) and `running`.",
     "kvtier_request_log_lines": "The results are `written` and `dropped`.",
     "kvtier_evicted_blocks": "A larger tier would reduce only the evictions with the cause `room`.",
@@ -56,14 +56,16 @@ MORE = {  # what a help text has no room for
     "hits.",
     "kvtier_leased_slots": "Requests, copies, or engines on a sidecar use them.",
     "kvtier_what_if_hit_ratio": "The size is `0.5`, `1`, `2` or `4` times the actual size.",
-    "kvtier_dropped_spills": "If it grows, the lower tier is too slow or full, and hits are lost.",
+    "kvtier_dropped_spills": "If this number grows, the lower tier is too slow or full, and hits are lost.",
+    "kvtier_moved_bytes": "A route is a pair of tiers, such as `host_to_disk`.",
+    "kvtier_remote_breaker": "The side `ask` is for lookups.",
     "kvtier_load_plans": "With `split`, the front of the hit was computed while the rest was loaded. With `part`, only "
     "the front was loaded.",
     "kvtier_disk_open": "kvtier then retries to open the store.",
-    "kvtier_remote_blocks": "The outcomes are `stored`, `there` and `refused`.",
+    "kvtier_remote_blocks": "The outcomes are `stored`, `there` (the store already had the block) and `refused`.",
     "kvtier_remote_requests": "The kinds are `read`, `write` and `ask` (a lookup).",
     "kvtier_remote_bytes": "The directions are `read` and `written`.",
-    "kvtier_sidecar_attachments": "If it is more than 1, the engine has lost its sidecar and attached again.",
+    "kvtier_sidecar_attachments": "If the number is more than 1, the engine has lost its sidecar and attached again.",
     "kvtier_sidecar_quarantined_chunks": "Quarantine ends when the client's processes have ended, or when the client "
     "attaches again.",
     "kvtier_sidecar_lost_chunks": "The reasons are `corrupt`, `late`, `over_share` (the engine has already leased its "
@@ -79,6 +81,7 @@ MORE = {  # what a help text has no room for
     "kvtier_route_failures": "The reasons are `no_replica`, `timeout`, `died` (the connection ended) and `broken` (a "
     "stream ended early). Refused connections count, too.",
     "kvtier_route_orphan_blocks": "The router does not know the blocks before them.",
+    "kvtier_route_event_losses": "This happens when events were lost, or when their numbers start anew.",
     "kvtier_route_operators_refused": "The audit log reports them, too, at most once per minute.",
     "kvtier_route_tokenize": "The results are `answered` and `failed`.",
     "kvtier_vllm_late_loads": "If this number grows, the disk is slow: raise `deadline_ms`.",

@@ -11,11 +11,13 @@ COPIED_TOKENS = counter(
 )
 PREEMPTED_TOKENS = counter(
     "kvtier_preempted_tokens",
-    "Tokens of preempted requests when these start again: hit in the cache, or miss.",
+    "Tokens of preempted requests that start again, by result.",
     "result",
 )
 GENERATED_TOKENS = counter("kvtier_generated_tokens", "Tokens that were generated.")
-RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Hit ratio of the last 1,000 requests' prompt tokens.")
+RECENT_HIT_RATIO = gauge(
+    "kvtier_recent_hit_ratio", "Fraction of the last 1,000 requests' prompt tokens that were hits."
+)
 TTFT_SECONDS = histogram(
     "kvtier_ttft_seconds",
     "Seconds from a request's arrival to its first token, by the coldest tier that its tokens came from.",
@@ -23,7 +25,7 @@ TTFT_SECONDS = histogram(
 )
 QUEUE_SECONDS = histogram("kvtier_queue_seconds", "Seconds that a request waited before its prefix began to load.")
 LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that all lookups of a request's prefix took together.")
-LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix was loaded.")
+LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds that loading a request's cached prefix took.")
 REQUESTS = gauge("kvtier_requests", "Requests by state.", "state")
 
 REQUEST_LOG_LINES = counter(
@@ -48,7 +50,7 @@ EVICTION_AGE = histogram(
 )
 CLEAN_AHEAD_BLOCKS = gauge(
     "kvtier_clean_ahead_blocks",
-    "Number of the device's next blocks to evict that kvtier copies to a lower tier in advance.",
+    "Number of device blocks, the next ones to be evicted, that kvtier copies to a lower tier in advance.",
 )
 HOST_PREPARED_BYTES = gauge(
     "kvtier_host_prepared_bytes", "Bytes of the host tier that are backed by memory and, with CUDA, page-locked."
@@ -64,7 +66,7 @@ TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a q
 
 WHAT_IF_HIT_RATIO = gauge(
     "kvtier_what_if_hit_ratio",
-    "Estimated fraction of recent prompt tokens found in this tier or a faster one if this tier had this size.",
+    "Estimated fraction of recent prompt tokens in this tier or a faster one if this tier had this size.",
     "tier",
     "size",
 )
@@ -96,7 +98,7 @@ DISK_PROCESS_ENDED = counter(
 )
 DISK_BREAKER = gauge(
     "kvtier_disk_breaker",
-    "1 for the current state of the circuit breaker for each side: read, write.",
+    "1 for the current state of the circuit breaker of each side (read, write), 0 for the other states.",
     "side",
     "state",
 )
@@ -122,12 +124,13 @@ SSD_YEARS_LEFT = gauge(
 # The remote tier.
 REMOTE_ASKED = counter("kvtier_remote_asked", "Prefixes looked up in the remote tier.")
 REMOTE_LATE = counter(
-    "kvtier_remote_late", "Remote lookups answered too late: the request had already gone on without the answer."
+    "kvtier_remote_late",
+    "Remote lookups that were answered too late, after the request had continued without the answer.",
 )
 REMOTE_ASK_SECONDS = gauge("kvtier_remote_ask_seconds", "Seconds that a recent lookup in the remote tier took.")
 REMOTE_BLOCKS = counter(
     "kvtier_remote_blocks",
-    "Blocks offered to the remote store, by outcome: stored, there already, refused.",
+    "Blocks offered to the remote store, by outcome.",
     "outcome",
 )
 REMOTE_WANTED_BLOCKS = gauge("kvtier_remote_wanted_blocks", "Blocks that wait to be written to the remote tier.")
@@ -136,7 +139,7 @@ REMOTE_REQUESTS = counter("kvtier_remote_requests", "Requests to the remote stor
 REMOTE_BYTES = counter("kvtier_remote_bytes", "Bytes read from the remote store and written to it.", "direction")
 REMOTE_BREAKER = gauge(
     "kvtier_remote_breaker",
-    "1 for the current state of the circuit breaker for each side: ask (lookups), read, write.",
+    "1 for the current state of the circuit breaker of each side (ask, read, write), 0 for the other states.",
     "side",
     "state",
 )
@@ -181,7 +184,7 @@ SIDECAR_LAYOUTS = gauge("kvtier_sidecar_layouts", "KV layouts that engines have 
 SIDECAR_UNKNOWN_WEIGHTS = gauge(
     "kvtier_sidecar_unknown_weights_layouts", "KV layouts of models without an entry in [models]."
 )
-SIDECAR_HELD_BYTES = gauge("kvtier_sidecar_held_bytes", "Bytes of the segment assigned to layouts, used or not.")
+SIDECAR_HELD_BYTES = gauge("kvtier_sidecar_held_bytes", "Bytes of host memory assigned to KV layouts, used or not.")
 SIDECAR_LEASED_CHUNKS = gauge(
     "kvtier_sidecar_leased_chunks",
     "Chunks and reserved slots that cannot be evicted because clients or copies use them.",
@@ -193,7 +196,7 @@ SIDECAR_QUARANTINED_CHUNKS = gauge(
     "kvtier_sidecar_quarantined_chunks", "Slots of quarantined clients, which are not reused until quarantine ends."
 )
 SIDECAR_PINS = gauge("kvtier_sidecar_pins", "Prompts that operators have pinned in host memory.")
-SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of the segment held by the operators' pins.")
+SIDECAR_PINNED_BYTES = gauge("kvtier_sidecar_pinned_bytes", "Bytes of host memory that operators' pins hold.")
 SIDECAR_UNSAVED_CHUNKS = gauge("kvtier_sidecar_unsaved_chunks", "Chunks that are in host memory only.")
 SIDECAR_HASHED_BYTES = counter(
     "kvtier_sidecar_hashed_bytes",
@@ -211,7 +214,7 @@ SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that eng
 SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored.", "endpoint")
 SIDECAR_LOST_CHUNKS = counter(
     "kvtier_sidecar_lost_chunks",
-    "Chunks that could not be reported as hits or not be stored, by reason.",
+    "Chunks that could not be reported as hits or could not be stored, by reason.",
     "endpoint",
     "why",
 )
