@@ -136,8 +136,9 @@ class DiskConfig(Table, frozen=True, kw_only=True):
         codec: Compression of blocks. "zstd" makes blocks smaller but slower to read. "auto" compresses only where that
             makes reading faster. "fp8" halves blocks and is lossy.
         read_timeout_s: Seconds after which a read counts as a miss.
-        durability: Whether stored blocks survive only a crash of the process ("process"), or also one of the machine.
-            With "interval" those survive that were stored before the latest checkpoint, with "commit" all.
+        durability: Whether stored blocks survive only a crash of the process ("process"), or also a crash of the
+            machine. With "interval", those blocks survive that were stored before the latest checkpoint. With "commit",
+            all blocks survive.
         checkpoint_s: Seconds between two checkpoints with the durability "interval".
         max_written_bytes_per_day: Maximum number of bytes written per day. A quarter is reserved for blocks that are
             used a second time.
@@ -238,7 +239,7 @@ class TenantConfig(Table, frozen=True, kw_only=True):
     Attributes:
         host: Maximum bytes of the tenant's blocks in host memory. By default there is no limit.
         disk: Maximum bytes of the tenant's blocks on disk. By default there is no limit.
-        name: Name of the tenant in metrics and logs, which never show the salt, because the salt is secret.
+        name: Name of the tenant in metrics and logs. They never show the salt, because it is secret.
     """
 
     host: ByteSize | None = None
@@ -262,7 +263,8 @@ class NameConfig(Table, frozen=True, kw_only=True):
     Attributes:
         algorithm: Hash of a block's tokens and its prefix. sha256_cbor with its default seed gives the same names as
             vLLM, for routers that compute vLLM's hashes.
-        seed: Text that every name depends on; a secret one makes names unguessable. By default, the algorithm's own.
+        seed: Text that every name depends on. A secret seed makes names unguessable. By default, the algorithm's own
+            seed.
     """
 
     algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -325,8 +327,8 @@ class EventsConfig(Table, frozen=True, kw_only=True):
         replay_endpoint: ZMQ address at which subscribers request earlier batches. The publisher always binds it.
         host: Address that `*` stands for. It is loopback by default, because events contain the prompts' tokens.
         topic: ZMQ topic of the events.
-        buffer_steps: Number of newest batches that can be replayed.
-        hwm: Maximum number of batches that wait for one slow subscriber.
+        buffer_steps: Number of newest event batches that subscribers can request again.
+        hwm: Maximum number of event batches that wait for one slow subscriber.
         int_block_hashes: Whether hashes are the low 64 bits of block names. If false, they are the whole names.
     """
 
@@ -375,10 +377,10 @@ class ServerConfig(Table, frozen=True, kw_only=True):
         tenant_isolation: With "strict", tenants share no cached blocks, and only *metrics_tenants* may read `/metrics`.
             With "off", they share the blocks of requests without a cache_salt.
         metrics_tenants: Tenants that may read `/metrics` if *tenant_isolation* is "strict".
-        max_queued: Completions that may wait in addition to the *scheduler.max_running* running ones. Further ones get
-            status 429.
-        max_body: Maximum bytes of a request body. A larger one gets status 413.
-        max_prompt_tokens: Maximum tokens of a prompt. A longer one gets status 400.
+        max_queued: Completions that may wait, in addition to the *scheduler.max_running* completions that run. Further
+            completions get status 429.
+        max_body: Maximum bytes of a request body. A larger body gets status 413.
+        max_prompt_tokens: Maximum tokens of a prompt. A longer prompt gets status 400.
         max_stored_responses: Maximum number of responses of `/v1/responses` that are stored in memory for each tenant.
             With 0, no response is stored.
         max_stored_response_bytes: Maximum bytes of the stored responses and their conversations for each tenant.
@@ -386,7 +388,7 @@ class ServerConfig(Table, frozen=True, kw_only=True):
         max_header: Maximum bytes of the request line and headers.
         header_timeout_s: Seconds in which the request line and headers must arrive.
         body_timeout_s: Seconds in which the request body must arrive.
-        max_connections: Maximum number of open connections. Further ones are closed.
+        max_connections: Maximum number of open connections. Further connections are closed.
         max_connections_per_address: Maximum number of open connections from one address.
         drain_s: Seconds for which running requests may continue on shutdown.
         cors_origins: Origins of browser pages that may send requests, such as `https://chat.example`; `*` allows all.
@@ -445,8 +447,10 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: the Prometheus metrics.
 
     Attributes:
-        top_tenants: Number of tenants with labels of their own, the largest ones. All others share one label.
-        compat: Projects whose dashboards shall work. Metrics are then also exported under the names that they expect.
+        top_tenants: Number of tenants that have a label of their own, namely the largest ones. All other tenants share
+            one label.
+        compat: Projects whose dashboards can show kvtier. Its metrics are then also exported under the names that these
+            dashboards expect.
     """
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20

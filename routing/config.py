@@ -76,8 +76,8 @@ class PolicyConfig(Table, frozen=True, kw_only=True):
     Attributes:
         host_cost: Cost of a cached token that is loaded from host memory.
         disk_cost: Cost of a cached token that is loaded from disk.
-        queue_weight: Cost of each prompt token that waits at a replica. It is low, because a token that is computed
-            twice delays all requests at its replica.
+        queue_weight: Cost of each prompt token that waits at a replica. The cost is low, because a token that is
+            computed twice delays all requests at its replica.
         request_tokens: Cost of each request that runs at a replica.
         session_tokens: A conversation stays with its replica unless the cost of another replica is lower by more than
             this.
@@ -156,7 +156,7 @@ class RouteConfig(Table, frozen=True, kw_only=True):
         max_body: Maximum bytes of a request body.
         max_header: Maximum bytes of the request line and headers.
         header_timeout_s: Seconds in which the request line and headers must arrive.
-        max_connections: Maximum number of open connections. Further ones are closed.
+        max_connections: Maximum number of open connections. Further connections are closed.
         max_connections_per_address: Maximum number of open connections from one address.
         timeout_s: Seconds after which an answer that does not begin, or does not continue, is aborted.
         drain_s: Seconds for which running answers may continue on shutdown.

@@ -37,8 +37,8 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
 
     Attributes:
         listen: ZMQ address of the endpoint.
-        chunk_tokens: Tokens of a chunk, a multiple of the engine's block size, and of the block size of each of its KV
-            cache groups.
+        chunk_tokens: Tokens of a chunk. The number must be a multiple of the engine's block size, and of the block size
+            of each KV cache group of the engine.
     """
 
     listen: Annotated[
@@ -110,7 +110,7 @@ class HttpConfig(Table, frozen=True, kw_only=True):
     Attributes:
         host: Address to listen at. Without a token it must be a loopback address.
         port: TCP port to listen at. 0 picks a free port. With "none" there is no server.
-        token: The token.
+        token: Token that requests must have.
         token_file: File with the token, instead of *token*.
         allowed_hosts: Without a token, further names to accept in the `Host` header. IP addresses and `localhost` are
             always accepted.
@@ -138,8 +138,8 @@ class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: the metrics for Prometheus.
 
     Attributes:
-        compat: Projects whose dashboards shall work. Metrics are then also exported under the names that they expect.
-            "vllm" is an error here, because the attached engines export vLLM's names themselves.
+        compat: Projects whose dashboards can show kvtier. Its metrics are then also exported under the names that these
+            dashboards expect. "vllm" is an error here, because the attached engines export vLLM's names themselves.
     """
 
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
@@ -158,7 +158,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     Attributes:
         extent: Bytes of each part into which host memory is divided. At any time, all chunks in an extent have the same
             model and KV format. No chunk may be larger than an extent.
-        drain_s: Seconds for which the sidecar, on exit, may write chunks that are only in host memory to disk.
+        drain_s: Seconds for which the sidecar, on exit, may write chunks to disk that are only in host memory.
         log_format: Log lines for humans, or in JSON.
     """
 
