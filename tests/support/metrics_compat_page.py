@@ -1,9 +1,10 @@
 """The page docs/reference/metrics-compat.md: kvtier's numbers under the names of vLLM and LMCache, and their boards."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from page_text import bullet
+from page_text import bullet, paragraph
 from peer_boards import BOARDS, Board, Panel
 
 from kvtier.engine.observability.metrics.compat.lmcache_names import LMCACHE_CATALOGUE
@@ -20,7 +21,7 @@ projects too, set this in the configuration of `kvtier serve`:
 compat = ["vllm", "lmcache"]
 ```
 
-For a sidecar, set `compat = ["lmcache"]`; vLLM's names come from the engines.
+In the configuration of `kvtier sidecar`, set `compat = ["lmcache"]`. The engines export vLLM's names themselves.
 
 Names, kinds, suffixes and labels are those of vLLM 0.33 and LMCache 0.5.7rc2. They were compared with LMCache's wheel,
 with the wheel of vLLM 0.32, and with the current dashboards of both. On two cores, an engine exports about 310 lines in
@@ -45,9 +46,9 @@ clients could create any number of labels.
 PANELS = """
 ## Panel by panel
 
-These are the panels of vLLM's and LMCache's dashboards. *In part* means that only some of the panel's lines have data.
-A panel of LMCache's that has no data from a sidecar, without a reason, has numbers that only engines have: of copies to
-and from the device, or of requests whose prefix is being loaded.
+This section lists the panels of vLLM's and LMCache's dashboards, and whether kvtier has data for them. *In part* means
+that only some of the panel's lines have data. A sidecar has no numbers of copies to and from the device, and none of
+requests whose prefix is being loaded. Only engines have those.
 
 A test lets a real Prometheus scrape an engine and a sidecar under load, and runs each query of the dashboards. The
 queries are in `tests/engine/observability/metrics/boards/`, unchanged from their repositories.
@@ -83,6 +84,7 @@ OF_VLLM = {  # meanings of names, which are separated by a blank and written wit
     "kv_offload_load_bytes kv_offload_load_time": "bytes and seconds of copies from host memory to the device",
     "kv_offload_store_bytes kv_offload_store_time": "bytes and seconds of copies from the device to host memory",
 }
+_ARTICLES = {"engine": "an engine", "sidecar": "a sidecar"}
 OF_LMCACHE = {
     "lookup_requested_tokens": "prompt tokens that were not on the device",
     "lookup_hit_tokens": "prompt tokens that came from host memory, disk or a remote tier",
@@ -131,7 +133,8 @@ def metrics_compat_page() -> str:
     parts = [INTRODUCTION]
     parts += [VLLM, *_items(OF_VLLM, "vllm:", VLLM_CATALOGUE, {"model_name", "engine"})]
     parts += [LMCACHE, *_items(OF_LMCACHE, "lmcache_mp_", LMCACHE_CATALOGUE, set())]
-    parts += [PANELS, *map(_board, BOARDS.values())]
+    parts += [PANELS, *map(_board, BOARDS.values()), "\n"]
+    parts += [f"[{_link_name(board)}]: {board.url}\n" for board in BOARDS.values()]
     return "".join(parts)
 
 
@@ -154,21 +157,28 @@ def _board(board: Board) -> str:
     by = ["engine", "sidecar"] if has_sidecar else ["engine"]
     complete = [panel.title for panel in board.panels if all(panel.how_far(each) == "yes" for each in by)]
     others = [panel for panel in board.panels if any(panel.how_far(each) != "yes" for each in by)]
-    link = f"[{Path(board.path).name}]({board.url})"
-    told = f"\n### {board.title}\n\nThe dashboard is\n{link}\nof {board.repository}.\n\n"
+    told = f"\n### {board.title}\n\n"
+    told += paragraph(f"The dashboard is [{Path(board.path).name}][{_link_name(board)}] of {board.repository}.") + "\n"
     if complete:
-        told += bullet("**With data**", f"{', '.join(complete)}.")
-    return told + "".join(bullet(f"*{panel.title}*", _how_far(panel, by)) for panel in others)
+        told += bullet("With data", f"{', '.join(f'*{title}*' for title in complete)}.")
+    titles: dict[str, list[str]] = {}
+    for panel in others:
+        titles.setdefault(_how_far(panel, by), []).append(f"*{panel.title}*")
+    return told + "".join(bullet(", ".join(dict.fromkeys(alike)), how) for how, alike in titles.items())
+
+
+def _link_name(board: Board) -> str:
+    return Path(board.path).stem
 
 
 def _how_far(panel: Panel, by: Sequence[str]) -> str:
-    """How much of a panel is served, and why the rest is not."""
+    """Return how much of a panel is served, and why the rest is not."""
     found = [panel.how_far(each) for each in by]
     words = {"yes": "with data", "no": "no data", "in part": "in part"}
-    told = (
-        words[found[0]]
-        if len(set(found)) == 1
-        else ", ".join(f"{each} {how}" for each, how in zip(by, found, strict=True))
-    )
+    if len(set(found)) == 1:
+        told = words[found[0]]
+    else:
+        told = ", ".join(f"{words[how]} from {_ARTICLES[each]}" for each, how in zip(by, found, strict=True))
     why = list(dict.fromkeys(query.not_served for query in panel.queries if query.not_served))
-    return f"{told}. {'; '.join(why)}." if why else f"{told}."
+    text = "".join(f"{each}. " for each in [told, *why]).strip()
+    return re.sub(r"\b(kvtier_\w+|vllm:\w+|GET /v1/models)", r"`\1`", text)

@@ -31,7 +31,9 @@ def title_of(page: str) -> str:
 
 def _wrapped(text: str, first: str, later: str) -> str:
     # A line may not break in code, where Markdown shows two blanks, nor in the text of a link.
-    kept = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda part: part[0].replace(" ", "\0"), " ".join(text.split()))
+    kept = re.sub(
+        r"`[^`]*`|\[[^\]]*\](?:\([^)]*\)|\[[^\]]*\])", lambda part: part[0].replace(" ", "\0"), " ".join(text.split())
+    )
     filled = textwrap.fill(
         kept, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
