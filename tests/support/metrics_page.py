@@ -18,7 +18,8 @@ INTRODUCTION = """# Metrics
 kvtier exports metrics for Prometheus. `kvtier serve`, `kvtier sidecar` and `kvtier route` serve them at `/metrics`. The
 library serves them at a port of its own if its configuration has one, for example `metrics_port = 9400`.
 
-[How to read the metrics](../explanation/metrics.md) explains the labels, and the reasons why a token was computed.
+[How to read the metrics](../explanation/metrics.md) explains the labels. [Why a prompt was not
+cached](../how-to/why-not-cached.md#reasons) lists the reasons why a token was computed.
 [Metrics under other names](metrics-compat.md) lists the names of vLLM and LMCache under which kvtier exports metrics.
 
 In Prometheus, names of counters end in `_total`, and those of histograms in `_bucket`, `_sum` and `_count`. Below, the
