@@ -10,6 +10,7 @@ from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request import RequestOptions
+from kvtier.server.logged_once import LoggedOnce
 from kvtier.server.response_format import (
     Choices,
     JsonSchema,
@@ -99,12 +100,11 @@ TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-MAX_NAMES = 100  # unknown fields to log per process, because clients may make up any number of names
 MAX_CHARACTERS = 40  # of a field's name in the log
 
 log = logging.getLogger(__name__)
-_told: set[str] = set()
-_told_parameters: set[str] = set()
+unknown_fields = LoggedOnce()
+ignored_parameters = LoggedOnce()
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -264,17 +264,15 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
 def log_unknown_fields(names: Iterable[str], place: str = "messages") -> None:
     """Log the *names* of unknown fields in the objects at *place* of a request.
 
-    Each name is logged once per process and place, and at most `MAX_NAMES` names in all.
+    Each name is logged once per process and place, and at most `MAX_NAMES` lines in all.
     """
     told = {f"{place}: ignoring the unknown field {name[:MAX_CHARACTERS]!r}" for name in names}
-    for line in sorted(told - _told)[: MAX_NAMES - len(_told)]:
-        _told.add(line)
+    for line in unknown_fields.new(told):
         log.info(line)
 
 
 def log_ignored_parameters(content: Mapping[str, object], ignored: Collection[str]) -> None:
     """Log the parameters in *content*, a request, that are *ignored*: the name of each once per process."""
     there = {name for name in ignored if content.get(name) is not None}
-    for name in sorted(there - _told_parameters):
-        _told_parameters.add(name)
+    for name in ignored_parameters.new(there):
         log.info("request: ignoring the parameter %r, which has no effect here", name)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvtier.server.generation import Generation
+from kvtier.server.logged_once import LoggedOnce
 from kvtier.server.named_documents import with_document_texts
 from kvtier.server.responses.items import Item
 from kvtier.server.responses.response_object import ResponseDeleted, ResponseObject
@@ -24,7 +25,6 @@ from kvtier.web.request_body import fit, json_object, read_body
 
 log = logging.getLogger(__name__)
 
-MAX_NAMES = 100  # names to log per process, because clients may make up any number of kinds of tools
 MAX_CHARACTERS = 40  # of a name in the log
 
 
@@ -37,7 +37,7 @@ class ResponseRoutes:
         self._stored = StoredResponses(
             settings.max_stored_responses, settings.max_stored_response_bytes, lambda: service.num_tenants
         )
-        self._told: set[str] = set()  # names that were logged
+        self._logged = LoggedOnce()  # clients may make up any number of kinds of tools
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -98,9 +98,8 @@ class ResponseRoutes:
 
     def _tell(self, what: str, names: Set[str]) -> None:
         """Log the *names* that were not logged before, in one line."""
-        new = sorted(names - self._told)[: MAX_NAMES - len(self._told)]
+        new = self._logged.new(names)
         if new:
-            self._told.update(new)
             log.info("responses: %s %s", what, ", ".join(name[:MAX_CHARACTERS] for name in new))
 
 

@@ -9,7 +9,16 @@ from model_fixtures import model, one_thread
 from serving import ServerInThread, chat_tokenizer, serving, tables
 from small_models import build
 
-__all__ = ["model", "model_folder", "one_thread", "server"]
+from kvtier.server.generation_request import ignored_parameters, unknown_fields
+
+__all__ = ["model", "model_folder", "nothing_logged_yet", "one_thread", "server"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged_yet() -> None:
+    """Have names that are logged once per process be logged once per test."""
+    unknown_fields.clear()
+    ignored_parameters.clear()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from plain_http import NO_TLS
 from serving import MODEL, ServerInThread, chat_tokenizer, events, serving, tables
 from small_models import VOCAB, build, byte_tokenizer
 
-from kvtier.server.generation_request import MAX_NAMES, log_unknown_fields
+from kvtier.server.generation_request import log_unknown_fields
+from kvtier.server.logged_once import MAX_NAMES
 from kvtier.web.request_body import MAX_VALUES
 
 QUESTION = {"role": "user", "content": "Hello?"}

@@ -158,7 +158,7 @@ def test_fields_of_tools_that_only_ask_for_more_are_ignored_and_told_once(
     tool_server: ServerInThread, script: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = {"defer_loading": True, "input_examples": [{"city": "Paris"}], "allowed_callers": ["direct"]}
-    new = {"note_of_a_newer_client": 1}  # each name is logged once per process, and other tests use the names of *more*
+    new = {"note_of_a_newer_client": 1}
     plain = ask(tool_server, script, "call")
 
     with caplog.at_level(logging.INFO, "kvtier.server.generation_request"):
