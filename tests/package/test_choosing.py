@@ -56,7 +56,7 @@ FIGURES = [
     ("sidecar_speed", "store: LMCache's client, GB/s of LMCache's server", "{:.1f} times", "storing and loading"),
     ("sidecar_crowd", "8 clients: lookup of 4,096 tokens, p99", "{:.0f} ms", "Eight LMCache clients"),
     ("sidecar_crowd", "8 clients, LMCache's server: lookup of 4,096 tokens, p99", "{:.0f} ms", "Eight LMCache clients"),
-    ("store_peers", "hot read, 64 KiB, 4 threads: kvtier / files", "{:.2f}", "The store, compared"),
+    ("store_peers", "hot read, 64 KiB, 4 threads: kvtier / files", "{:.2f}", "reads from the page cache: 0"),
     ("store_peers", "cold read, 64 KiB, 1 thread: kvtier / files", "{:.1f} times", "reads from the drive"),
     ("remote_speed", "load again, 32 of 1 MiB: kvtier / LMCache resp", "{:.2f}", "Redis, loads"),
     ("miss_cost", "TTFT, tiers on / off, median of pairs", "{:.2f}", "Nothing cached"),
