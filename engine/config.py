@@ -132,7 +132,7 @@ class DiskConfig(Table, frozen=True, kw_only=True):
 
     Attributes:
         path: Folder of the store; a leading `~` is expanded.
-        capacity: Maximum size of the folder in bytes.
+        capacity: Maximum size of the folder in bytes, at most the size of its file system.
         codec: Compression of blocks. "zstd" makes blocks smaller but slower to read. "auto" compresses only where that
             makes reading faster. "fp8" halves blocks and is lossy.
         read_timeout_s: Seconds after which a read counts as a miss.
