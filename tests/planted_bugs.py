@@ -3806,8 +3806,8 @@ BUGS = [
     Bug(
         "vLLM's namespace has no quantization",
         "connectors/vllm_connector/options.py",
-        '        "model_config.quantization": "weights and activations are rounded by this scheme",\n',
-        '        "model_config.quantisation": "weights and activations are rounded by this scheme",\n',
+        '        "model_config.quantization": "how weights and activations are rounded",\n',
+        '        "model_config.quantisation": "how weights and activations are rounded",\n',
         "tests/connectors/test_vllm_options.py",
     ),
     Bug(
