@@ -23,7 +23,7 @@ JUDGED = ClassifiedOptions(
         "model_impl": "which implementation of the model is used",
         "model_config_parser": "how the model's configuration is read",
         "json_model_override_args": "changes of the model's configuration, such as its rotary embedding",
-        "is_embedding": "whether this is an embedding model, which may attend to later tokens",
+        "is_embedding": "whether the model is an embedding model, which may attend to later tokens",
         "dtype": "the type in which keys and values are computed",
         "quantization": "how weights and activations are rounded",
         "kv_cache_dtype": "the type in which keys and values are stored",
