@@ -112,8 +112,8 @@ class HttpConfig(Table, frozen=True, kw_only=True):
         port: TCP port to listen at. 0 picks a free port. With "none" there is no server.
         token: Token that requests must have.
         token_file: File with the token, instead of *token*.
-        allowed_hosts: Without a token, further names to accept in the `Host` header. IP addresses and `localhost` are
-            always accepted.
+        allowed_hosts: Without a token, further names to accept in the `Host` header. IP addresses, `localhost` and
+            names that end in `.localhost` are always accepted.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
