@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / ".venv" / "foreign" / "bin" / "python"
+LIFEBOAT = ENGINES.parents[1] / "lifeboatcache"  # a proprietary package, which no command here installs
 _OF_ENGINES = ("--python", str(ENGINES))
 
 
@@ -94,6 +95,7 @@ RESULTS = [
     Result("what_if", "bench.tiers.what_if", reads_trace=True),
     Result("store", "bench.store.store"),
     Result("store_peers", "bench.store.store_peers"),
+    Result("store_race", "bench.store.store_race", (*_OF_ENGINES, "--lifeboat", str(LIFEBOAT)), [Need.ENGINES]),
     Result("store_bit_flips", "bench.store.store_bit_flips"),
     Result("object_requests", "bench.store.object_requests"),
     Result("remote_faults", "bench.store.remote_faults", needs=[Need.REDIS], is_sampled=True),

@@ -20,6 +20,7 @@ from bench.rounds import MIB
 from bench.store.blocks import BATCH_BYTES, BLOCK_SIZES, Slots
 
 QUEUE_DEPTH = 8
+DIRECT_WRITERS = 4
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -72,19 +73,37 @@ class RawFile:
         for start in range(0, num_bytes, BATCH_BYTES):
             self.write([slots.source(start % slots.source_bytes, BATCH_BYTES)])
         os.fsync(self._fd)
-        self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._direct = os.open(path, os.O_RDWR | os.O_DIRECT)
         self._pool = ThreadPoolExecutor(QUEUE_DEPTH)
+        self._writers = ThreadPoolExecutor(DIRECT_WRITERS)
 
     def write(self, raws: Sequence[memoryview], durable: bool = False) -> None:
         """Overwrite the next bytes of the file by one call; behind its end it begins again."""
-        num_bytes = sum(raw.nbytes for raw in raws)
-        if self._next + num_bytes > self._num_bytes:
-            self._next = 0
-        written = os.pwritev(self._fd, raws, self._next)
-        assert written == num_bytes, f"{written} of {num_bytes} bytes written"
-        self._next += num_bytes
+        _write(self._fd, raws, self._take(raws))
         if durable:
             os.fdatasync(self._fd)
+
+    def write_direct(self, raws: Sequence[memoryview]) -> None:
+        """Overwrite the next bytes past the page cache, by `DIRECT_WRITERS` calls at a time; *raws* are of one size."""
+        start, size = self._take(raws), -(-len(raws) // DIRECT_WRITERS)
+        size = min(size, max(1, BATCH_BYTES // raws[0].nbytes))
+
+        def write(first: int) -> None:
+            _write(self._direct, raws[first : first + size], start + first * raws[0].nbytes)
+
+        list(self._writers.map(write, range(0, len(raws), size)))
+
+    def last(self, num_bytes: int) -> int:
+        """The offset of the *num_bytes* that were written last."""
+        return self._next - num_bytes
+
+    def read(self, offset: int, outs: Sequence[memoryview], num_threads: int = 1) -> None:
+        """Read *outs*, of one size, from *offset* on by one call per thread, from the page cache if they are cached."""
+        self._read(self._fd, offset, outs, num_threads)
+
+    def read_run_direct(self, offset: int, outs: Sequence[memoryview]) -> None:
+        """Read the same past the page cache, by `QUEUE_DEPTH` calls at a time."""
+        self._read(self._direct, offset, outs, QUEUE_DEPTH)
 
     def read_direct(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> None:
         """Read past the page cache, by `QUEUE_DEPTH` calls at a time."""
@@ -99,8 +118,34 @@ class RawFile:
     def close(self) -> None:
         """Close the file, which stays on disk."""
         self._pool.shutdown()
+        self._writers.shutdown()
         os.close(self._fd)
         os.close(self._direct)
+
+    def _take(self, raws: Sequence[memoryview]) -> int:
+        num_bytes = sum(raw.nbytes for raw in raws)
+        start = 0 if self._next + num_bytes > self._num_bytes else self._next
+        self._next = start + num_bytes
+        return start
+
+    def _read(self, file: int, offset: int, outs: Sequence[memoryview], num_threads: int) -> None:
+        size = -(-len(outs) // num_threads)
+
+        def read(first: int) -> None:
+            part = outs[first : first + size]
+            num_read = os.preadv(file, part, offset + first * outs[0].nbytes)
+            assert num_read == len(part) * outs[0].nbytes, f"{num_read} bytes read of {len(part)} blocks"
+
+        if num_threads == 1:
+            read(0)
+        else:
+            list(self._pool.map(read, range(0, len(outs), size)))
+
+
+def _write(file: int, raws: Sequence[memoryview], offset: int) -> None:
+    num_bytes = sum(raw.nbytes for raw in raws)
+    written = os.pwritev(file, raws, offset)
+    assert written == num_bytes, f"{written} of {num_bytes} bytes written"
 
 
 class BusyThread:
@@ -176,16 +221,17 @@ class DeviceMeter:
 def drop_caches(folder: Path, scale: Scale) -> str:
     """Drop the files in *folder*, which no process has mapped, from memory; return how that was done."""
     if not scale.is_alone:
-        return _drop_files(folder)
+        return drop_files(folder)
     os.sync()
     try:
         _DROP_CACHES.write_text("3")
     except OSError:
-        return f"{_drop_files(folder)} (drop_caches is not permitted)"
+        return f"{drop_files(folder)} (drop_caches is not permitted)"
     return "drop_caches"
 
 
-def _drop_files(folder: Path) -> str:
+def drop_files(folder: Path) -> str:
+    """Write the files in *folder* back and drop them from memory, as far as they are not mapped; return how."""
     for path in folder.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)

@@ -11,9 +11,11 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from bench.report import Row, publish
 from bench.rounds import Choice, Side, Work, alternate, compared, in_words
@@ -23,17 +25,24 @@ from bench.store.ground import Scale, drop_caches, note, scale_of, store_argumen
 from bench.store.kinds import Kind
 from kvtier.store.durability import Durability
 
+T = TypeVar("T")
+
 FILES = "files"
 DIRECT = "files, O_DIRECT"
 HEX = "0123456789abcdef"
 
 
 class FilePerBlock:
-    """Writes each block to a new file and renames that; deletes the oldest files. Like vLLM's `tiering/fs/io.py`."""
+    """Writes each block to a new file and renames that; deletes the oldest files. Like vLLM's `tiering/fs/io.py`.
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    *num_threads* threads share a batch.
+    """
+
+    def __init__(self, folder: Path, capacity_bytes: int, num_threads: int = 1) -> None:
         self._folder = str(folder)
         self._free_bytes = capacity_bytes
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads)
         self._files: deque[tuple[bytes, int]] = deque()
         for first in HEX:
             for second in HEX:
@@ -45,24 +54,16 @@ class FilePerBlock:
 
     def put(self, batch: Batch, durable: bool = False, flags: int = 0) -> None:
         """Write each block of *batch* to its file; *durable* syncs each file and its folder."""
-        for key, raw in zip(batch.keys, batch.raws, strict=True):
-            path = self._path(key)
-            fresh = f"{path}.tmp"
-            file = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o644)
-            written = os.write(file, raw)
-            if durable:
-                os.fsync(file)
-            os.close(file)
-            assert written == raw.nbytes, f"{written} of {raw.nbytes} bytes written"
-            os.replace(fresh, path)
-            if durable:
-                _sync_folder(os.path.dirname(path))
-            self._files.append((key, raw.nbytes))
-            self._free_bytes -= raw.nbytes
-            while self._free_bytes < 0:
-                oldest, num_bytes = self._files.popleft()
-                os.unlink(self._path(oldest))
-                self._free_bytes += num_bytes
+        write = partial(self._write, durable=durable, flags=flags)
+        self._do(write, list(zip(batch.keys, batch.raws, strict=True)))
+        self._files += [(key, raw.nbytes) for key, raw in zip(batch.keys, batch.raws, strict=True)]
+        self._free_bytes -= sum(raw.nbytes for raw in batch.raws)
+        evicted: list[bytes] = []
+        while self._free_bytes < 0:
+            oldest, num_bytes = self._files.popleft()
+            evicted.append(oldest)
+            self._free_bytes += num_bytes
+        self._do(lambda key: os.unlink(self._path(key)), evicted)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview], flags: int = 0) -> None:
         """Read each file into its *out*."""
@@ -71,6 +72,31 @@ class FilePerBlock:
             num_read = os.readv(file, [out])
             os.close(file)
             assert num_read == out.nbytes, f"{num_read} of {out.nbytes} bytes read"
+
+    def close(self) -> None:
+        """End the threads. The files stay on disk."""
+        self._pool.shutdown()
+
+    def _do(self, act: Callable[[T], None], items: Sequence[T]) -> None:
+        if self._num_threads == 1:
+            for item in items:
+                act(item)
+        else:
+            list(self._pool.map(act, items))
+
+    def _write(self, block: tuple[bytes, memoryview], durable: bool, flags: int) -> None:
+        key, raw = block
+        path = self._path(key)
+        fresh = f"{path}.tmp"
+        file = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o644)
+        written = os.write(file, raw)
+        if durable:
+            os.fsync(file)
+        os.close(file)
+        assert written == raw.nbytes, f"{written} of {raw.nbytes} bytes written"
+        os.replace(fresh, path)
+        if durable:
+            _sync_folder(os.path.dirname(path))
 
     def _path(self, key: bytes) -> str:
         name = key[16:].hex()
