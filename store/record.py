@@ -2,6 +2,7 @@
 
 import struct
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -15,6 +16,7 @@ NAMESPACE_BYTES = 16
 DIGEST_BYTES = 16
 NO_DIGEST = bytes(DIGEST_BYTES)  # in the header of an encrypted record, whose digest is encrypted with the payload
 NO_CIPHER_ID = 0
+_NO_CODEC_ID = 0
 NO_KEY_ID = bytes(8)
 
 _MAGIC = b"KVTR"
@@ -127,12 +129,22 @@ def _fault_of_start(header: bytes) -> Fault:
     return Fault.TORN if header.startswith(_START) else Fault.VERSION
 
 
-def is_plain(header: bytes, num_bytes: int) -> bool:
-    """Return whether *header* describes a raw block of *num_bytes*, neither encoded nor encrypted.
+@lru_cache(maxsize=4096)  # a store has blocks of few namespaces and lengths
+def _plain_start(namespace: bytes, num_bytes: int) -> bytes:
+    """Return the fields, up to the digest, of every raw block of *num_bytes* in the namespace."""
+    return _FIELDS.pack(
+        _MAGIC, _VERSION, _NO_CODEC_ID, NO_CIPHER_ID, NO_KEY_ID, namespace, num_bytes, num_bytes, NO_DIGEST
+    )[:-DIGEST_BYTES]
 
-    Does not verify the checksum of the header.
+
+def plain_digest(key: bytes, header: bytes, num_bytes: int) -> bytes | None:
+    """Return the digest in *header*, found at *key*, of a raw block of *num_bytes*, neither encoded nor encrypted.
+
+    Returns None for any other header, also one that is damaged: `Record.unpack` finds the fault. Takes a quarter of the
+    time of that.
     """
-    if len(header) != HEADER_BYTES:
-        return False
-    _, _, codec_id, cipher_id, _, _, raw_length, stored_length, _ = _FIELDS.unpack_from(header)
-    return bool(codec_id == 0 and cipher_id == NO_CIPHER_ID and raw_length == stored_length == num_bytes)
+    if len(header) != HEADER_BYTES or not header.startswith(_plain_start(key[:NAMESPACE_BYTES], num_bytes)):
+        return None
+    if header[_FIELDS.size :] != xxhash.xxh3_64_digest(header[: _FIELDS.size] + key):
+        return None
+    return header[_FIELDS.size - DIGEST_BYTES : _FIELDS.size]

@@ -5,8 +5,11 @@ import ctypes
 import errno
 import mmap
 import os
+import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +24,15 @@ _PADDING = memoryview(bytes(PAGE_BYTES))
 _NOTHING = memoryview(b"")
 _PREFIX = "slab-"
 _MAX_FILE_BYTES = 1 << 62
+_BOUNCE_BYTES = 1 << 20
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000  # from <linux/fcntl.h> and <linux/stat.h>
+_STATX_BYTES, _STATX_DIO_MEM_ALIGN_AT = 256, 152  # size of struct statx, and the offset of stx_dio_mem_align in it
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+# With the GIL held: mincore takes microseconds, and waiting for the GIL afterwards takes longer.
+_mincore = ctypes.PyDLL(None).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Slot(NamedTuple):
@@ -45,8 +54,8 @@ class Slabs:
     and the new payload.
 
     A payload in the page cache is copied from there, at memory speed. Any other payload is read with O_DIRECT, past the
-    page cache, because the host tier above the store already caches it. O_DIRECT requires that the caller's memory is
-    aligned to pages.
+    page cache, because the host tier above the store already caches it. O_DIRECT requires memory with the device's
+    alignment (`_alignment`). A read into other memory goes through a small buffer.
 
     *written* lists the slots that were written since the list was last cleared.
     """
@@ -70,8 +79,17 @@ class Slabs:
 
         Makes one system call per run of neighbouring slots.
         """
-        for slab, first, run in self._runs(slots, outs):
-            slab.read(first, run)
+        run: list[memoryview] = []
+        size = first = after = 0  # of the run: the slots' size, the first slot's number, and the number behind the run
+        for (num_bytes, number), out in sorted(zip(slots, outs, strict=True), key=itemgetter(0)):
+            if number != after or num_bytes != size or len(run) == _MAX_BUFFERS // 2:
+                if run:
+                    self._slab(size).read(first, run)
+                run, size, first = [], num_bytes, number
+            run.append(out)
+            after = number + 1
+        if run:
+            self._slab(size).read(first, run)
 
     def is_cached(self, slot: Slot) -> bool:
         """Return whether all pages of the slot are in the page cache now."""
@@ -151,7 +169,8 @@ class SlabFile:
         self._direct: int | None = None
         with contextlib.suppress(OSError):  # tmpfs, itself a page cache, refuses O_DIRECT
             self._direct = open_private(path, os.O_RDONLY | os.O_DIRECT)
-        self._map: mmap.mmap | None = None
+        self._alignment = _alignment(self._file)
+        self._map: _Mapped | None = None
 
     def write(self, first: int, values: list[memoryview]) -> None:
         buffers = []
@@ -166,19 +185,20 @@ class SlabFile:
             raise OSError(errno.EIO, "a write to a slab made no progress")
 
     def read(self, first: int, outs: list[memoryview]) -> None:
-        start = first * self._num_bytes
-        if any(out.nbytes < self._num_bytes for out in outs):
-            for i, out in enumerate(outs):
-                _fill(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
+        at = first * self._num_bytes
+        left: list[memoryview] = []
+        for out in outs:
+            left.append(out)
+            if out.nbytes < self._num_bytes:
+                left.append(_scratch.ignored[: self._num_bytes - out.nbytes])
+        if self._direct is None:
+            _fill(self._read_buffered, left, at)
             return
-        if self._direct is None or not all(map(_is_aligned, outs)):
-            _fill(lambda left, at: os.preadv(self._file, left, at), outs, start)
-            return
-        if self.is_cached(start, PAGE_BYTES):  # then the rest probably is cached too
-            outs, start = _transfer(self._read_cached, outs, start)
-        direct = self._direct
-        # A read that stopped within a page continues through the page cache, because O_DIRECT needs aligned offsets.
-        _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
+        if self.is_cached(at, PAGE_BYTES):  # then the rest probably is cached too
+            left, at = _transfer(self._read_cached, left, at)
+        if left:
+            is_aligned = all(_is_aligned(buffer, self._alignment) for buffer in left)
+            _fill(self._read_direct if is_aligned else self._read_bounced, left, at)
 
     def punch(self, first: int, num_slots: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
@@ -199,6 +219,19 @@ class SlabFile:
         if self._direct is not None:
             os.close(self._direct)
 
+    def is_cached(self, start: int, num_bytes: int) -> bool:
+        """Return whether all of these bytes (whole pages) are in the page cache now."""
+        mapped = self._map
+        if mapped is None or mapped.num_bytes < start + num_bytes:
+            size = os.fstat(self._file).st_size
+            if size < start + num_bytes:
+                return False  # a slot that was never written; the read detects that
+            mapped = self._map = _Mapped(self._file, size)
+        return mapped.is_cached(start, num_bytes)
+
+    def _read_buffered(self, outs: list[memoryview], at: int) -> int:
+        return os.preadv(self._file, outs, at)
+
     def _read_cached(self, outs: list[memoryview], at: int) -> int:
         """Read from offset *at*, but only bytes that are in the page cache. Return the number of bytes read.
 
@@ -213,18 +246,54 @@ class SlabFile:
                 raise
             return os.preadv(self._file, outs, at)
 
+    def _read_direct(self, outs: list[memoryview], at: int) -> int:
+        """Read from offset *at* past the page cache into aligned memory. Return the number of bytes read."""
+        if self._direct is None or at % PAGE_BYTES:
+            # A read that stopped within a page continues through the page cache: O_DIRECT needs aligned offsets.
+            return os.preadv(self._file, outs, at)
+        return os.preadv(self._direct, outs, at)
+
+    def _read_bounced(self, outs: list[memoryview], at: int) -> int:
+        """Read as much as a bounce buffer holds from offset *at* past the page cache, and copy it into *outs*.
+
+        Reading through the page cache instead would evict other files' pages from it, and take longer.
+        """
+        bounce = _scratch.bounce
+        num_read = self._read_direct([bounce[: min(len(bounce), sum(out.nbytes for out in outs))]], at)
+        source = np.frombuffer(bounce, np.uint8)
+        start = 0
+        for out in outs:
+            if start >= num_read:
+                break
+            target = np.frombuffer(out, np.uint8)[: num_read - start]
+            np.copyto(target, source[start : start + len(target)])
+            start += len(target)
+        return num_read
+
+
+class _Mapped:
+    """A slab's file, mapped to find out which of its pages are in the page cache. No page of it is accessed."""
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+        self._address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+
     def is_cached(self, start: int, num_bytes: int) -> bool:
-        """Return whether all of these bytes are in the page cache now."""
-        mapped = self._map
-        if mapped is None or len(mapped) < start + num_bytes:
-            size = os.fstat(self._file).st_size
-            if size < start + num_bytes:
-                return False  # a slot that was never written; the read detects that
-            mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
-        found = np.frombuffer(mapped, np.uint8, num_bytes, start)
         in_cache = bytearray(num_bytes // PAGE_BYTES)
         vector = (ctypes.c_char * len(in_cache)).from_buffer(in_cache)
-        return not _libc.mincore(found.__array_interface__["data"][0], num_bytes, vector) and 0 not in in_cache
+        return not _mincore(self._address + start, num_bytes, vector) and 0 not in in_cache
+
+
+class _Scratch(threading.local):
+    """Memory of a thread, aligned to pages: a buffer for reads into unaligned memory, and one for bytes to ignore."""
+
+    def __init__(self) -> None:
+        self.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+        self.ignored = memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+
+_scratch = _Scratch()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -232,8 +301,22 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
 
 
-def _is_aligned(view: memoryview) -> bool:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
+def _alignment(file: int) -> int:
+    """Return the alignment that O_DIRECT requires of memory, as far as the kernel says (statx(2), STATX_DIOALIGN).
+
+    Often 512 or 4 bytes. PAGE_BYTES, which every device accepts, if the kernel does not say.
+    """
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    if _libc.statx(file, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found):
+        return PAGE_BYTES
+    (mask,) = struct.unpack_from("=I", found, 0)
+    (memory,) = struct.unpack_from("=I", found, _STATX_DIO_MEM_ALIGN_AT)
+    return memory if mask & _STATX_DIOALIGN and memory else PAGE_BYTES
+
+
+def _is_aligned(view: memoryview, alignment: int) -> bool:
+    """Return whether both ends of a writable *view* are aligned."""
+    return not (view.nbytes % alignment or ctypes.addressof(ctypes.c_char.from_buffer(view)) % alignment)
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:

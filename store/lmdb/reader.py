@@ -1,5 +1,6 @@
 """`LmdbReader`: reads blocks from the slots (places in slab files) that the index names, and verifies each block."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -9,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import fault_of, unseal
 from kvtier.store.lmdb.files import LmdbFiles
-from kvtier.store.record import Fault, is_plain
+from kvtier.store.record import Fault, digest_for_threads, plain_digest
 from kvtier.store.slab import Slot
 
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
@@ -23,7 +26,31 @@ _CACHED_SHARE_BYTES = 8 << 20  # the same for blocks in the page cache: handing 
 _LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
 _READ_BYTES = 1 << 20  # bytes (or one block) that a thread reads before it verifies them, while they are in its cache
 
+_digest = digest_for_threads(NUM_READERS)
 _log = logging.getLogger(__name__)
+
+
+class _Raw(NamedTuple):
+    """A stored block that is neither encoded nor encrypted, and is read into its buffer."""
+
+    slot: Slot
+    memory: memoryview  # the buffer
+    place: int  # of the block in the request
+    digest: bytes
+
+
+class _Other(NamedTuple):
+    """A stored block that is decoded into its buffer, or whose record may be bad."""
+
+    slot: Slot
+    memory: memoryview  # empty until the slot is read
+    place: int  # of the block in the request
+    key: bytes
+    header: bytes
+    out: memoryview  # the buffer
+
+
+_Placed = TypeVar("_Placed", _Raw, _Other)
 
 
 class LmdbReader:
@@ -38,26 +65,20 @@ class LmdbReader:
         self._cipher = cipher
         self._timed = timed
         self._threads = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
-        self._counting = threading.Lock()  # guards `_faults`
+        self._counting = threading.Lock()  # guards the next two attributes
+        self._num_requests = 0  # that are being read
         self._faults: Counter[Fault] = Counter()
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         """See `BlobStore.read_many`."""
         pairs = list(zip(keys, outs, strict=True))
-        num_bytes = sum(out.nbytes for out in outs)
-        is_cached = bool(pairs) and self._seems_cached(keys[len(keys) // 2])
-        num_shares = min(NUM_READERS, len(pairs), num_bytes // (_CACHED_SHARE_BYTES if is_cached else _SHARE_BYTES))
-        if is_cached:
-            num_shares = min(num_shares, len(os.sched_getaffinity(0)))
-        if num_shares <= 1:
-            return self._read_share(pairs)
-        size = -(-len(pairs) // num_shares)
-        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        with self._counting:
+            self._num_requests += 1
         try:
-            others = self._threads.map(self._read_share, shares[1:])
-        except RuntimeError as error:  # the pool was shut down
-            raise ValueError("store is closed") from error
-        return [*self._read_share(shares[0]), *chain.from_iterable(others)]
+            return self._read_shares(pairs)
+        finally:
+            with self._counting:
+                self._num_requests -= 1
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
         """Read and verify a record. Returns the bytes read and the fault, or None if there is no record.
@@ -85,6 +106,27 @@ class LmdbReader:
     def close(self) -> None:
         """End the reader's threads. The files must be closed first. A second call does nothing."""
         self._threads.shutdown()
+
+    def _read_shares(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        shares = self._shares(pairs)
+        try:
+            others = self._threads.map(self._read_share, shares[1:]) if len(shares) > 1 else iter(())
+        except RuntimeError as error:  # the pool was shut down
+            raise ValueError("store is closed") from error
+        return [*self._read_share(shares[0]), *chain.from_iterable(others)]
+
+    def _shares(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[Sequence[tuple[bytes, memoryview]]]:
+        """Divide a request among threads. Requests that run at the same time have the threads in equal parts."""
+        num_bytes = sum(out.nbytes for _, out in pairs)
+        if not pairs or num_bytes < 2 * _SHARE_BYTES:
+            return [pairs]
+        if self._seems_cached(pairs[len(pairs) // 2][0]):
+            num_threads, share_bytes = len(os.sched_getaffinity(0)), _CACHED_SHARE_BYTES
+        else:
+            num_threads, share_bytes = NUM_READERS, _SHARE_BYTES
+        num_shares = max(1, min(num_threads // max(1, self._num_requests), len(pairs), num_bytes // share_bytes))
+        size = -(-len(pairs) // num_shares)
+        return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
     def _seems_cached(self, key: bytes) -> bool:
         """Return whether the block of *key* is in the page cache. The caller assumes the same for the whole request."""
@@ -115,42 +157,45 @@ class LmdbReader:
 
         If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
         """
-        results: list[bytes | Fault] = []
-        try:
-            with self._files.using():
-                found = self._located([key for key, _ in pairs])
-                for piece in _runs(pairs, _READ_BYTES):
-                    results += self._read_piece(pairs[piece], found[piece])
-        except OSError:
-            results += [Fault.IO_ERROR] * (len(pairs) - len(results))
+        results: list[bytes | Fault] = [Fault.IO_ERROR] * len(pairs)
+        with contextlib.suppress(OSError), self._files.using():
+            raw: list[_Raw] = []
+            others: list[_Other] = []
+            for i, ((key, out), place) in enumerate(zip(pairs, self._located([key for key, _ in pairs]), strict=True)):
+                if place is None:
+                    results[i] = Fault.MISSING
+                    continue
+                header, slot = place
+                known = plain_digest(key, header, out.nbytes) if self._cipher is None else None
+                if known is None or out.nbytes > slot.num_bytes:
+                    others.append(_Other(slot, memoryview(b""), i, key, header, out))
+                else:
+                    raw.append(_Raw(slot, out, i, known))
+            raw.sort(key=itemgetter(0))  # one system call reads neighbouring slots
+            for piece in _pieces(raw):
+                failed = self._fill_timed(piece)
+                for slot, out, i, known in piece:
+                    if slot not in failed:
+                        results[i] = known if _digest(out) == known else Fault.CORRUPT
+            for stored in _pieces(others):
+                encoded = [each._replace(memory=_scratch(each.slot)) for each in stored]
+                failed = self._fill_timed(encoded)
+                for slot, value, i, key, header, out in encoded:
+                    if slot not in failed:
+                        results[i] = unseal(key, header, value, out, self._cipher)
         return results
-
-    def _read_piece(
-        self, pairs: Sequence[tuple[bytes, memoryview]], found: Sequence[tuple[bytes, Slot] | None]
-    ) -> list[bytes | Fault]:
-        """Read and verify the blocks whose headers and slots were *found*. The caller is inside `files.using`."""
-        values = [
-            memoryview(b"") if place is None else _target(*place, out)
-            for place, (_, out) in zip(found, pairs, strict=True)
-        ]
-        there = [(place[1], value) for place, value in zip(found, values, strict=True) if place is not None]
-        started = time.perf_counter()
-        failed = self._fill(there)
-        if self._timed is not None and there:
-            self._timed.on_read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
-        return [
-            Fault.MISSING
-            if place is None
-            else Fault.IO_ERROR
-            if place[1] in failed
-            else unseal(key, place[0], value, out, self._cipher)
-            for (key, out), place, value in zip(pairs, found, values, strict=True)
-        ]
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
         """Return header and slot of each key, or None if it has no record. The caller is inside `files.using`."""
         with self._files.tables.env.begin() as txn:
-            return [self._files.tables.located(txn, key) for key in keys]
+            return self._files.tables.all_located(txn, keys)
+
+    def _fill_timed(self, places: Sequence[_Placed]) -> set[Slot]:
+        started = time.perf_counter()
+        failed = self._fill([(place.slot, place.memory) for place in places])
+        if self._timed is not None:
+            self._timed.on_read(sum(place.slot.num_bytes for place in places), time.perf_counter() - started)
+        return failed
 
     def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
         """Read all slots into memory together or, if that fails, one by one. Returns the slots that cannot be read."""
@@ -182,9 +227,16 @@ def _is_bad(result: bytes | Fault) -> bool:
     return isinstance(result, Fault) and result.is_bad_record
 
 
-def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
-    """Return memory to read a slot into: *out* itself if the slot holds the block's raw bytes, else new memory."""
-    return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
+def _pieces(placed: Sequence[_Placed]) -> Iterator[Sequence[_Placed]]:
+    """Split *placed* into pieces of at most `_READ_BYTES`; a piece of one block may have more."""
+    start = num_bytes = 0
+    for i, each in enumerate(placed):
+        if i > start and num_bytes + each.slot.num_bytes > _READ_BYTES:
+            yield placed[start:i]
+            start, num_bytes = i, 0
+        num_bytes += each.slot.num_bytes
+    if placed:
+        yield placed[start:]
 
 
 def _scratch(slot: Slot) -> memoryview:

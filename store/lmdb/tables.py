@@ -100,6 +100,8 @@ COUNTERS_KEY = b"counters"
 NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
+_SLOT_OF_ROW = struct.Struct(">IQ")
+_SLOT_AT = _ROW.size - _SLOT_OF_ROW.size
 _COUNTERS = _Counts("<7Qd3Q")
 _DAY_S = 86_400.0
 
@@ -343,12 +345,20 @@ class Tables:
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
         """Return the header and the slot of the record of *key*, or None if *key* has no record."""
-        packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        if packed is None:
-            return None
-        row = verified(key, packed)
-        *_, num_bytes, number = _ROW.unpack(row[: _ROW.size])
-        return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
+        return self.all_located(txn, (key,))[0]
+
+    def all_located(self, txn: "lmdb.Transaction[bytes]", keys: Iterable[bytes]) -> list[tuple[bytes, Slot] | None]:
+        """Return the header and the slot of the record of each key, or None if the key has no record."""
+        found: list[tuple[bytes, Slot] | None] = []
+        get, records, place_of = txn.get, self.records, _SLOT_OF_ROW.unpack_from
+        for key in keys:
+            packed = get(key, None, records) if 0 < len(key) <= MAX_KEY_BYTES else None
+            if packed is None:
+                found.append(None)
+                continue
+            row = verified(key, packed)
+            found.append((row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(*place_of(row, _SLOT_AT)))))
+        return found
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
         """Return the sequence numbers and keys of up to *limit* records older than *sequence*, newest first.

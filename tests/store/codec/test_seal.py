@@ -12,7 +12,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec, ZstdPlaneCodec
 from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, fault_of, seal, unseal, value_bytes
-from kvtier.store.record import HEADER_BYTES, NO_DIGEST, Fault, Record, digest
+from kvtier.store.record import HEADER_BYTES, NO_DIGEST, Fault, Record, digest, plain_digest
 
 ZSTD = CODECS["zstd-plane-2"]
 CIPHERS = [None, Cipher(bytes(32))]
@@ -55,6 +55,18 @@ def test_a_sealed_block_opens_as_what_its_codec_gives_back(codec: Codec, cipher:
     assert len(sealed.header) == HEADER_BYTES <= 80
     assert sealed.charged_bytes == charged_bytes(sealed.payload.nbytes)
     assert sealed.payload.nbytes <= num_bytes + (0 if cipher is None else OVERHEAD_BYTES)
+
+
+def test_the_digest_of_a_raw_block_is_that_of_its_header_and_no_damaged_or_other_header_has_one() -> None:
+    sealed = seal(blob_of(1, 5000), NO_CODEC)
+    damaged = [bytes([*sealed.header[:i], byte ^ 1, *sealed.header[i + 1 :]]) for i, byte in enumerate(sealed.header)]
+
+    assert plain_digest(sealed.key, sealed.header, 5000) == record_of(sealed).digest
+    assert {plain_digest(sealed.key, header, 5000) for header in [*damaged, b"", sealed.header + b" "]} == {None}
+    assert plain_digest(key_of(2), sealed.header, 5000) is None
+    assert plain_digest(sealed.key, sealed.header, 5001) is None
+    for other in (seal(blob_of(1, 300_000), ZSTD), seal(blob_of(1, 300_000), NO_CODEC, CIPHERS[1])):
+        assert plain_digest(other.key, other.header, 300_000) is None
 
 
 def test_a_block_that_is_not_encoded_stays_the_caller_s_memory() -> None:

@@ -22,7 +22,7 @@ from store_cases import blob_of, key_of, kv_bytes, oldest_first
 from waiting import DEADLINE_S, is_in, join, wait_for
 
 from kvtier.store.blob_store import StoreFull
-from kvtier.store.codec.seal import charged_bytes, unseal
+from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file, lmdb_store
 from kvtier.store.lmdb import files as lmdb_files
@@ -33,7 +33,7 @@ from kvtier.store.lmdb.files import LmdbFiles, MapUsers
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES
 from kvtier.store.owner_lock import FolderInUse
-from kvtier.store.record import Fault, digest
+from kvtier.store.record import Fault, digest, plain_digest
 from kvtier.store.slab import Slabs, Slot
 
 CAPACITY_BYTES = 10 << 20
@@ -579,12 +579,12 @@ def test_closing_beside_a_large_read_of_bad_records_ends_both(tmp_path: Path, mo
             slab.write(b"damage")
     reading_on, go_on = threading.Event(), threading.Event()
 
-    def open_later(*arguments: Any) -> bytes | Fault:
+    def read_later(*arguments: Any) -> bytes | None:
         reading_on.set()
         go_on.wait(DEADLINE_S)
-        return unseal(*arguments)
+        return plain_digest(*arguments)
 
-    monkeypatch.setattr(lmdb_reader, "unseal", open_later)
+    monkeypatch.setattr(lmdb_reader, "plain_digest", read_later)
     outcomes: list[object] = []
 
     def read_all() -> None:
