@@ -6,9 +6,9 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -21,13 +21,25 @@ from kvtier.store.record import Fault, digest_for_threads, plain_digest
 from kvtier.store.slab import Slot
 
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
-_SHARE_BYTES = 1 << 20  # minimum bytes of a read per thread
-_CACHED_SHARE_BYTES = 8 << 20  # the same for blocks in the page cache: handing over work costs as much as copying 1 MiB
 _LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
-_READ_BYTES = 1 << 20  # bytes (or one block) that a thread reads before it verifies them, while they are in its cache
 
 _digest = digest_for_threads(NUM_READERS)
 _log = logging.getLogger(__name__)
+
+
+class _Way(NamedTuple):
+    """How a request is divided among threads, and how a thread reads its share."""
+
+    num_threads: int  # limit
+    bytes_per_thread: int  # minimum
+    shares_per_thread: int  # several, so that a thread that begins late takes fewer
+    piece_bytes: int  # bytes (or one block) that a thread reads before it verifies them
+
+
+# From the page cache, handing over work costs as much as copying 1 MiB, and a piece is verified while it is in the
+# thread's cache. From the disk, fewer and larger reads save more CPU than that.
+_CACHED = _Way(len(os.sched_getaffinity(0)), 8 << 20, 4, 1 << 20)
+_COLD = _Way(NUM_READERS, 1 << 20, 1, 4 << 20)
 
 
 class _Raw(NamedTuple):
@@ -108,25 +120,48 @@ class LmdbReader:
         self._threads.shutdown()
 
     def _read_shares(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        shares = self._shares(pairs)
+        """Read blocks with several threads. Each thread takes the next share when it is free.
+
+        A thread that gets no processor in time delays nothing: if all shares have been taken, it is not waited for.
+        """
+        num_bytes = sum(out.nbytes for _, out in pairs)
+        is_small = num_bytes < 2 * _COLD.bytes_per_thread
+        way = _CACHED if is_small or self._seems_cached(pairs[len(pairs) // 2][0]) else _COLD
+        # Requests that are read at the same time have equal numbers of threads.
+        num_threads = min(way.num_threads // self._num_requests, len(pairs), num_bytes // way.bytes_per_thread)
+        if num_threads <= 1:
+            return self._read_share(pairs, way.piece_bytes)
+        size = -(-len(pairs) // (num_threads * way.shares_per_thread))
+        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        results: list[list[bytes | Fault]] = [[] for _ in shares]
+        left = deque(range(len(shares)))
+
+        def work() -> None:
+            while left:
+                try:
+                    share = left.popleft()
+                except IndexError:  # another thread has taken it
+                    return
+                results[share] = self._read_share(shares[share], way.piece_bytes)
+
+        helpers: list[Future[None]] = []
         try:
-            others = self._threads.map(self._read_share, shares[1:]) if len(shares) > 1 else iter(())
+            for _ in range(num_threads - 1):
+                helpers.append(self._help(work))
+            work()
+        finally:
+            left.clear()
+            working = [helper for helper in helpers if not helper.cancel()]
+            wait(working)  # they write to the caller's memory
+        for helper in working:
+            helper.result()
+        return list(chain.from_iterable(results))
+
+    def _help(self, work: Callable[[], None]) -> "Future[None]":
+        try:
+            return self._threads.submit(work)
         except RuntimeError as error:  # the pool was shut down
             raise ValueError("store is closed") from error
-        return [*self._read_share(shares[0]), *chain.from_iterable(others)]
-
-    def _shares(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[Sequence[tuple[bytes, memoryview]]]:
-        """Divide a request among threads. Requests that run at the same time have the threads in equal parts."""
-        num_bytes = sum(out.nbytes for _, out in pairs)
-        if not pairs or num_bytes < 2 * _SHARE_BYTES:
-            return [pairs]
-        if self._seems_cached(pairs[len(pairs) // 2][0]):
-            num_threads, share_bytes = len(os.sched_getaffinity(0)), _CACHED_SHARE_BYTES
-        else:
-            num_threads, share_bytes = NUM_READERS, _SHARE_BYTES
-        num_shares = max(1, min(num_threads // max(1, self._num_requests), len(pairs), num_bytes // share_bytes))
-        size = -(-len(pairs) // num_shares)
-        return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
     def _seems_cached(self, key: bytes) -> bool:
         """Return whether the block of *key* is in the page cache. The caller assumes the same for the whole request."""
@@ -137,10 +172,10 @@ class LmdbReader:
         except OSError:  # the following read reports the error
             return False
 
-    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
         for run in _runs(pairs, _LOCATED_BYTES):
-            results += self._read_run(pairs[run])
+            results += self._read_run(pairs[run], piece_bytes)
         faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
         for i in faults:
             if _is_bad(results[i]):
@@ -152,7 +187,7 @@ class LmdbReader:
                     self._faults[result] += 1
         return results
 
-    def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+    def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
         """Find the slots of these blocks in one transaction, and read them after it has ended.
 
         If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
@@ -172,12 +207,12 @@ class LmdbReader:
                 else:
                     raw.append(_Raw(slot, out, i, known))
             raw.sort(key=itemgetter(0))  # one system call reads neighbouring slots
-            for piece in _pieces(raw):
+            for piece in _pieces(raw, piece_bytes):
                 failed = self._fill_timed(piece)
                 for slot, out, i, known in piece:
                     if slot not in failed:
                         results[i] = known if _digest(out) == known else Fault.CORRUPT
-            for stored in _pieces(others):
+            for stored in _pieces(others, piece_bytes):
                 encoded = [each._replace(memory=_scratch(each.slot)) for each in stored]
                 failed = self._fill_timed(encoded)
                 for slot, value, i, key, header, out in encoded:
@@ -213,7 +248,7 @@ class LmdbReader:
         A good record may have replaced the bad one since the first read, and must stay.
         """
         with self._files.writer:
-            (result,) = self._read_run([(key, out)])
+            (result,) = self._read_run([(key, out)], _CACHED.piece_bytes)
             if _is_bad(result):
                 try:
                     self._files.remove(lambda change, _: change.forget(key))
@@ -227,11 +262,11 @@ def _is_bad(result: bytes | Fault) -> bool:
     return isinstance(result, Fault) and result.is_bad_record
 
 
-def _pieces(placed: Sequence[_Placed]) -> Iterator[Sequence[_Placed]]:
-    """Split *placed* into pieces of at most `_READ_BYTES`; a piece of one block may have more."""
+def _pieces(placed: Sequence[_Placed], max_bytes: int) -> Iterator[Sequence[_Placed]]:
+    """Split *placed* into pieces of at most *max_bytes*; a piece of one block may have more."""
     start = num_bytes = 0
     for i, each in enumerate(placed):
-        if i > start and num_bytes + each.slot.num_bytes > _READ_BYTES:
+        if i > start and num_bytes + each.slot.num_bytes > max_bytes:
             yield placed[start:i]
             start, num_bytes = i, 0
         num_bytes += each.slot.num_bytes
