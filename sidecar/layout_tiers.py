@@ -211,12 +211,14 @@ class LayoutTiers:
         self._extents.check()
 
     def miss_reason(self, name: BlockName) -> Reason:
-        """Return why a chunk is in no tier: which tier evicted the last copy, or that it was never stored.
+        """Return why a chunk is in no tier: which tier evicted the last copy, that it was damaged, or never stored.
 
         If the eviction is no longer remembered, the chunk counts as never stored.
         """
         ghost = self.ghosts.find(name)
-        return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
+        if ghost is None:
+            return Reason.NEVER_SEEN
+        return Reason.CORRUPT if ghost.cause is EvictionCause.CORRUPT else Reason.evicted_from(ghost.tier)
 
     def _remember_lost(self) -> None:
         for _, names, tier, cause in self.tiers.pop_lost():

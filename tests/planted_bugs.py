@@ -2236,10 +2236,26 @@ BUGS = [
         "tests/sidecar/lmcache/test_endpoint.py",
     ),
     Bug(
-        "a chunk that is being verified is given away",
+        "a chunk is loaded before it is verified",
         "sidecar/lmcache/promises.py",
-        "        needed |= self._is_being_verified\n",
-        "",
+        "return LoadState.VERIFIED if all(own.has_verified(here) for own in parts) else LoadState.PENDING",
+        "return LoadState.VERIFIED",
+        "tests/sidecar/lmcache/test_endpoint.py",
+    ),
+    Bug(
+        "a damaged chunk is not looked for on disk",
+        "sidecar/lmcache/endpoint.py",
+        "may_retry = state is LoadState.BROKEN and",
+        "may_retry = False and",
+        "tests/sidecar/lmcache/test_endpoint.py",
+    ),
+    Bug(
+        "a lookup waits until its chunks are verified",
+        "sidecar/lmcache/endpoint.py",
+        "return self._hold(call, self._clock() + max_s, lambda: promise.is_settled, answer)",
+        "return self._hold(call, self._clock() + max_s, "
+        "lambda: promise.is_settled and all(own.has_verified(range(promise.num_chunks)) for own in promise.chunks), "
+        "answer)",
         "tests/sidecar/lmcache/test_endpoint.py",
     ),
     Bug(
@@ -2994,8 +3010,8 @@ BUGS = [
     Bug(
         "an answer that was held is sent to a client that reads nothing",
         "sidecar/lmcache/endpoint.py",
-        "            if client.is_reading and (held.promise",
-        "            if (held.promise",
+        "            if not client.is_reading or not (held.is_ready()",
+        "            if not (held.is_ready()",
         "tests/sidecar/lmcache/test_port.py",
     ),
     Bug(
@@ -3363,11 +3379,11 @@ BUGS = [
         "tests/web/dashboard/test_history.py",
     ),
     Bug(
-        "what longer hits still have verified is held for the last of them only",
+        "what is in a slot after its lease is taken for the chunk that was leased",
         "sidecar/lmcache/promises.py",
-        "for own in [*promise.former, *left]",
-        "for own in left",
-        "tests/sidecar/lmcache/test_hybrids.py",
+        "            if not self._is_held[place]:  # its lease",
+        "            if False:  # its lease",
+        "tests/sidecar/lmcache/test_endpoint.py",
     ),
     Bug(
         "LMCache's objects of all weights that are told have one namespace",
@@ -4560,17 +4576,17 @@ BUGS = [
         "tests/sidecar/lmcache/test_copies.py",
     ),
     Bug(
-        "chunks behind one that could not be read are verified",
-        "sidecar/lmcache/promises.py",
-        "if place < self.end and self._is_held[place]]\n        self._arrived",
-        "if self._is_held[place]]\n        self._arrived",
+        "chunks that no request needs any more are verified",
+        "sidecar/lmcache/digest_lane.py",
+        "if batches[0].is_needed(batches[0].places) and not self",
+        "if not self",
         "tests/sidecar/lmcache/test_endpoint.py",
     ),
     Bug(
         "a chunk that was let go as it came is verified",
         "sidecar/lmcache/promises.py",
-        "if place < self.end and self._is_held[place]]\n        self._arrived",
-        "if place < self.end]\n        self._arrived",
+        "if self._is_held[place]]\n        self._unverified",
+        "]\n        self._unverified",
         "tests/sidecar/lmcache/test_endpoint.py",
     ),
     Bug(

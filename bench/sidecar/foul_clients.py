@@ -1,5 +1,5 @@
-"""What can a client do that reads no answers, sends garbage, frames of a GiB, or speaks for another's worker? How much
-memory does the sidecar take meanwhile, and how are others served?"""
+"""What can a client do that reads no answers, sends garbage, frames of a GiB, speaks for another's worker, or writes
+into chunks that another has stored? How much memory does the sidecar take meanwhile, and how are others served?"""
 
 import random
 import socket
@@ -24,6 +24,7 @@ from bench.sidecar.crowd import percentile
 from kvtier.sidecar.lmcache.zmtp import message_bytes
 
 BYSTANDER = 0
+SLOT_BYTES = 4 * 256 * 256 * 2  # of a chunk of `LAYOUT`
 ALONE_S = 4.0
 MIN_S = 2.0  # that the other one is served beside each foul one, or just after it
 LOOKS_S = 0.01  # between two looks at the sidecar's memory
@@ -68,6 +69,7 @@ def foul_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
                 Row(f"{name}: another's lookups, p99", 1e3 * percentile(beside["lookup_s"], 99), "ms"),
             ]
         rows += foreign_rows(sidecar.endpoint)
+        rows += writing_rows(sidecar)
     return rows
 
 
@@ -201,13 +203,29 @@ def speed(seen: Any) -> float:
     return seen["num_bytes"] / seen["seconds"]
 
 
+LAYOUT = {
+    "instance_id": 7,
+    "model_name": "own",
+    "world_size": 1,
+    "block_size": 128,
+    "num_layers": 4,
+    "hidden_dim_size": 256,
+    "dtype_str": "bfloat16",
+    "use_mla": True,
+    "num_physical_slots": 256,
+}
+
+
+def key_of(first_token: int) -> dict[str, object]:
+    """A key of two chunks, as LMCache 0.5.6 has it."""
+    tokens = list(range(first_token, first_token + 512))
+    key = {"model_name": "own", "world_size": 1, "worker_id": 0, "token_ids": tokens, "start": 0, "end": 512}
+    return key | {"request_id": f"r{first_token}", "cache_salt": "", "request_configs": None, "num_kv_readers": 1}
+
+
 def foreign_rows(endpoint: str) -> list[Row]:
     """One that reserves slots, and another that says to be that worker: it ends, commits, reads and registers."""
-    tokens = list(range(1000, 1512))
-    key = {"model_name": "own", "world_size": 1, "worker_id": 0, "token_ids": tokens, "start": 0, "end": 512}
-    key |= {"request_id": "r", "cache_salt": "", "request_configs": None, "num_kv_readers": 1}
-    layout = {"instance_id": 7, "model_name": "own", "world_size": 1, "block_size": 128, "num_layers": 4}
-    layout |= {"hidden_dim_size": 256, "dtype_str": "bfloat16", "use_mla": True, "num_physical_slots": 256}
+    key, layout = key_of(1000), LAYOUT
     with zmq.Context() as context, Dealer(context, endpoint) as owner, Dealer(context, endpoint) as other:
         owner.ask(14, layout)
         slots = owner.ask(16, key, 7)["context"]["slots"]
@@ -218,13 +236,49 @@ def foreign_rows(endpoint: str) -> list[Row]:
             # Refused, but told of the segment: without it a client would send every chunk by value.
             other.ask(14, layout)["pool_size"] > 0,
             other.ask(15, 7) is None,
-            other.ask(13, "r") is None,
+            other.ask(13, "r1000") is None,
         ]
         is_kept = len(slots) == 2 and owner.ask(17, key, 7, b"") is True
     name = "a client that speaks for another's worker"
     return [
         Row(f"{name}: refused", sum(harmless), "", f"{len(harmless)}", all(harmless)),
         Row(f"{name}: the other's store is kept", is_kept, "", "1", is_kept),
+    ]
+
+
+def writing_rows(sidecar: Sidecar) -> list[Row]:
+    """One that writes into chunks that another has stored, as each client can that maps the sidecar's memory."""
+    num_wrong = num_refused = 0
+    num_rounds = 20
+    with zmq.Context() as context, Dealer(context, sidecar.endpoint) as owner, sidecar.segment.open("r+b") as memory:
+        owner.ask(14, LAYOUT)
+        for number in range(num_rounds):
+            key = key_of(10_000 * (number + 2))
+            places = [slot["offset"] for slot in owner.ask(16, key, 7)["context"]["slots"]]
+            for place in places:
+                memory.seek(place)
+                memory.write(bytes([number + 1]) * SLOT_BYTES)
+            memory.flush()
+            owner.ask(17, key, 7, b"")
+            owner.ask(8, {**key, "worker_id": None}, 1)
+            found = owner.ask(9, key["request_id"])
+            while found is None:
+                found = owner.ask(9, key["request_id"])
+            owner.ask(13, key["request_id"])
+            memory.seek(places[number % 2] + 997 * number)
+            memory.write(b"\xff")
+            memory.flush()
+            loaded = owner.ask(18, key, 7)
+            num_refused += not loaded["success"]
+            for slot in loaded["context"].get("slots", []):
+                memory.seek(slot["offset"])
+                num_wrong += memory.read(SLOT_BYTES) != bytes([number + 1]) * SLOT_BYTES
+            owner.ask(19, key, 7)
+            owner.ask(13, key["request_id"])
+    name = "a client that writes into stored chunks"
+    return [
+        never(f"{name}: wrong chunks that another loads", num_wrong),
+        Row(f"{name}: loads refused", num_refused, "", f"{num_rounds}", num_refused == num_rounds),
     ]
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreign.running import make_model
+from foreign.running import Sidecar, free_endpoint, make_model
 from foreign.unchecked import UNCHECKED
 
 from bench.report import Effort, Row
-from bench.sidecar.vllm_bed import CHUNK_TOKENS, PROMPT_TOKENS, Bed, started_sidecar
+from bench.sidecar.vllm_bed import CHUNK_TOKENS, HOST, PROMPT_TOKENS, Bed, started_sidecar
 
 
 @dataclass
@@ -37,8 +37,18 @@ class Seen:
             Row(f"{name}: TTFT", 1e3 * statistics.median(self.again_s), "ms"),
         ]
 
+    def repaired_rows(self, name: str) -> list[Row]:
+        """What is damaged in host memory is loaded from disk."""
+        limit = CHUNK_TOKENS + PROMPT_TOKENS % CHUNK_TOKENS
+        return [
+            Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
+            Row(
+                f"{name}: tokens scheduled", max(self.scheduled), "tokens", f"<= {limit}", max(self.scheduled) <= limit
+            ),
+        ]
+
     def damaged_rows(self, name: str) -> list[Row]:
-        """What is damaged is computed again."""
+        """What is damaged everywhere is computed again."""
         minimum = min(self.scheduled)
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
@@ -85,9 +95,14 @@ def vllm_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
         both = one_after_the_other(bed.sidecar.stop, bed.sidecar.start, restart)
         rows += ask_twice(bed, num_prompts, both).rows("both restarted")
         flipped = one_after_the_other(forget, bed.flip_host_memory)
-        rows += ask_twice(bed, num_prompts, flipped).damaged_rows("bytes flipped in host memory")
+        rows += ask_twice(bed, num_prompts, flipped).repaired_rows("bytes flipped in host memory")
         flipped = one_after_the_other(forget, lambda: bed.flip_disk(store), forget)
         rows += ask_twice(bed, num_prompts, flipped).damaged_rows("bytes flipped on disk")
+    with ExitStack() as stack:
+        bed = Bed(python, model, Sidecar(free_endpoint(), "--host", HOST))
+        stack.callback(bed.close)
+        flipped = one_after_the_other(bed.reset_engine, bed.flip_host_memory)
+        rows += ask_twice(bed, num_prompts, flipped).damaged_rows("bytes flipped in host memory, without a disk")
     with ExitStack() as stack:
         bed = Bed(python, model, started_sidecar(folder / "unchecked", UNCHECKED))
         stack.callback(bed.close)

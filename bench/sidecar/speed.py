@@ -22,7 +22,7 @@ NUM_LOOKED_UP = 512  # chunks
 
 
 def lmcache_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
-    """The sidecar beside LMCache's own server, in turns; medians. The sidecar verifies hits before it tells of them,
+    """The sidecar beside LMCache's own server, in turns; medians. The sidecar verifies hits before they are loaded,
     which LMCache's server does not."""
     num_rounds = effort.of(7, quick=1)
     with lmcache_server(python) as url, Sidecar(free_endpoint(), "--host", "3GiB") as sidecar:
@@ -44,7 +44,7 @@ def lmcache_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
 
 
 def digests_s(num_rounds: int) -> float:
-    """The seconds that digests of as many bytes take as a lookup of 131,072 tokens verifies, with nothing around."""
+    """The seconds that digests of as many bytes take as a hit of 131,072 tokens has, with nothing around."""
     memory = memoryview(mmap.mmap(-1, NUM_LOOKED_UP * CHUNK_BYTES))
     chunks = [memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES)]
     for chunk in chunks:

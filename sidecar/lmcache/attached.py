@@ -45,7 +45,7 @@ def _promised(promise: Promise) -> tuple[Lease, ...]:
     if promise.is_ended:
         return ()
     return tuple(
-        Lease(LeaseUse.PROMISED, own.group_id, own.num_good - own.first, promise.begun_at) for own in promise.chunks
+        Lease(LeaseUse.PROMISED, own.group_id, own.num_arrived - own.first, promise.begun_at) for own in promise.chunks
     )
 
 

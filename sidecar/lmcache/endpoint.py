@@ -9,11 +9,11 @@ from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.sidecar.layout import Layout, LayoutRefused
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.attached import attached, copied, worker_name
-from kvtier.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.sidecar.lmcache.digest_lane import MAX_IN_FLIGHT, DigestLane
 from kvtier.sidecar.lmcache.explained_prompt import NOT_TOLD
 from kvtier.sidecar.lmcache.hybrid_layout import groups_of
 from kvtier.sidecar.lmcache.lookups import Lookups
-from kvtier.sidecar.lmcache.promises import MAX_PROMISES, RETRIEVE_S, Counts, Promise, Promises
+from kvtier.sidecar.lmcache.promises import MAX_PROMISES, RETRIEVE_S, Counts, LoadState, Promise, Promises
 from kvtier.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.sidecar.lmcache.stores import StoreCounts, Stores
 from kvtier.sidecar.lmcache.token_encoding import tokens_of
@@ -43,6 +43,7 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks, tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 HELD_S = 0.05  # maximum delay of an answer about a lookup, because an engine's scheduler may block on it
+VERIFYING_AHEAD = 1  # batches in flight while no load waits for them, so that they take one processor at most
 MAX_HELD = 4096  # answers that wait for a promise at the same time
 
 
@@ -96,11 +97,11 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An answer, sent once it is known how many chunks of a hit (*promise*) can be loaded, or at time *until*."""
+    """An answer, sent once *is_ready* returns True, or at time *until*. *answer* may return `_LATER` instead."""
 
     call: PendingCall
-    promise: Promise
     until: float
+    is_ready: Callable[[], bool]
     answer: Callable[[], object]
     load: "Load | None" = None  # the load that the answer starts
 
@@ -113,6 +114,11 @@ class Load:
     rank: int
     request_id: str
     chunks: range
+
+    @property
+    def groups(self) -> range:
+        """The KV cache groups of the worker's rank."""
+        return groups_of(self.instance.layout, self.rank)
 
 
 class _Later:
@@ -145,9 +151,9 @@ class LmcacheEndpoint:
     The workers map the segment, which is the sidecar's host memory. They copy promised chunks out of it (between
     `prepare_retrieve` and `commit_retrieve`), and computed chunks into it (between `prepare_store` and `commit_store`).
 
-    A request is answered at once, unless chunks must first be fetched or verified. That wait has a time limit.
-    The protocol has no error answers, so a refused request gets a harmless result. The sidecar's loop polls the
-    transfers and tiers, and then calls `tick` and `receive`.
+    A lookup is answered at once, unless chunks must first be fetched. A load is answered when its chunks are verified.
+    Both waits have a time limit. The protocol has no error answers, so a refused request gets a harmless result. The
+    sidecar's loop polls the transfers and tiers, and then calls `tick` and `receive`.
     """
 
     def __init__(
@@ -217,13 +223,14 @@ class LmcacheEndpoint:
             self._serve(message)
         for client in self._port.take_disconnected():
             self._end_client(client)
+        self._verify()
         return self._port.has_more
 
     def tick(self) -> None:
         """Continue lookups and digest computations, send ready answers, and end leases and connections on timeout."""
         self._port.tick(stays=self._is_copying)
         self._promises.tick()
-        self._verifying.pump()
+        self._verify()
         self._taking.pump()
         self._answer_held()
 
@@ -291,6 +298,13 @@ class LmcacheEndpoint:
         self._promises.check()
         self._layouts.shares.check()
 
+    def _verify(self) -> None:
+        """Verify chunks of reported hits, on one processor at most unless a load waits for the result."""
+        is_loading = any(held.load is not None for held in self._held)
+        self._verifying.max_in_flight = MAX_IN_FLIGHT if is_loading else VERIFYING_AHEAD
+        self._promises.verify()
+        self._verifying.pump()
+
     def _serve(self, message: Message[list[bytes]]) -> None:
         frames = message.content
         if len(frames) < 2 or not is_number(frames[0]):
@@ -332,23 +346,28 @@ class LmcacheEndpoint:
             client = held.call.client
             if not client.is_open:
                 continue
-            if client.is_reading and (held.promise.is_settled or now >= held.until):
-                self._answer(held.call, held.answer())
-            else:
+            if not client.is_reading or not (held.is_ready() or now >= held.until):
                 self._held.append(held)
+            elif (answer := held.answer()) is not _LATER:
+                self._answer(held.call, answer)
 
     def _hold(
-        self, call: PendingCall, promise: Promise, until: float, answer: Callable[[], object], load: Load | None = None
+        self,
+        call: PendingCall,
+        until: float,
+        is_ready: Callable[[], bool],
+        answer: Callable[[], object],
+        load: Load | None = None,
     ) -> object:
-        """Return the answer if it is known which chunks of *promise* (a hit reported to an engine) can be loaded.
+        """Return the answer if *is_ready* returns True.
 
         Otherwise, return `_LATER`, and send the answer later, at the latest at the time *until*.
         """
-        if promise.is_settled:
+        if is_ready():
             return answer()
         if len(self._held) >= MAX_HELD:
             raise Refused("held", f"a request gets no chunks, because {MAX_HELD} other requests are already waiting")
-        self._held.append(Held(call, promise, until, answer, load))
+        self._held.append(Held(call, until, is_ready, answer, load))
         return _LATER
 
     # The operations, in the order in which engines use them.
@@ -449,7 +468,14 @@ class LmcacheEndpoint:
         if not own:
             return 0
         promise = own[0]
-        return self._hold(call, promise, self._clock() + max_s, lambda: promise.hit_end if promise.is_settled else None)
+
+        def answer() -> int | None:
+            if not promise.is_settled:
+                return None
+            self._promises.want_verified(promise)
+            return promise.hit_end
+
+        return self._hold(call, self._clock() + max_s, lambda: promise.is_settled, answer)
 
     def _wait_prefetch_status(self, call: PendingCall, request_id: str, timeout_s: float) -> object:
         return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
@@ -472,15 +498,35 @@ class LmcacheEndpoint:
         instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Loaded()
-        rank, chunks = instance.rank_of(key), self._chunks(key)
-        blocks = self._all_blocks(key, chunks)
-        promise = self._promise_of(instance, rank, key, chunks, blocks)
+        load = Load(instance, instance.rank_of(key), key.request_id, self._chunks(key))
+        return self._load(call, load, self._all_blocks(key, load.chunks), self._clock() + RETRIEVE_S)
+
+    def _load(self, call: PendingCall, load: Load, blocks: NamedBlocks, until: float) -> object:
+        """Answer the worker that requests *load* once the chunks, which *blocks* names, are verified, or at *until*.
+
+        If a chunk turns out to be damaged, the load begins again, because the disk may have a copy of the chunk.
+        """
+        promise = self._promise_of(load, blocks)
         if promise is None:
+            max_s = until - self._clock()
             promise = self._promises.begin(
-                call.client, key.request_id, instance, blocks, [rank], 1, chunks.start, RETRIEVE_S
+                call.client, load.request_id, load.instance, blocks, [load.rank], 1, load.chunks.start, max_s
             )
-        load = Load(instance, rank, key.request_id, chunks)
-        return self._hold(call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, load), load)
+        self._promises.want_verified(promise)
+
+        def is_ready() -> bool:
+            return promise.load_state(load.groups, load.chunks) is not LoadState.PENDING
+
+        def answer() -> object:
+            state = promise.load_state(load.groups, load.chunks)
+            if state is LoadState.VERIFIED and self._registrations.is_attached(load.instance):
+                return self._begin_reading(promise, load)
+            if promise.client is call.client:  # the promise was made for this load only
+                promise.end()
+            may_retry = state is LoadState.BROKEN and self._registrations.is_attached(load.instance)
+            return self._load(call, load, blocks, until) if may_retry and self._clock() < until else Loaded()
+
+        return self._hold(call, until, is_ready, answer, load)
 
     def _commit_retrieve(self, call: PendingCall, key: Key, instance_id: int) -> object:
         instance = self._registrations.find(call.client, instance_id)
@@ -575,31 +621,23 @@ class LmcacheEndpoint:
             raise Refused("range", f"a worker requests chunks up to token {key.end}, but sends fewer tokens")
         return blocks
 
-    def _promise_of(
-        self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
-    ) -> Promise | None:
+    def _promise_of(self, load: Load, blocks: NamedBlocks) -> Promise | None:
         """Return the request's promise (a hit whose chunks are leased) from which the worker can load these chunks.
 
         Returns None if there is none. It may still be unknown how many of the promise's chunks can be loaded.
         """
-        for promise in self._promises.of_request(key.request_id):
-            groups = groups_of(instance.layout, rank)
-            if promise.tiers is instance.tiers and promise.has(groups, chunks, blocks.names[-1]):
+        for promise in self._promises.of_request(load.request_id):
+            if promise.tiers is load.instance.tiers and promise.has(load.groups, load.chunks, blocks.names[-1]):
                 return promise
         return None
 
-    def _begin_reading(self, call: PendingCall, promise: Promise, load: Load) -> Loaded:
-        instance, groups = load.instance, groups_of(load.instance.layout, load.rank)
-        here, parts = promise.places(load.chunks), promise.of_groups(groups)
-        is_there = bool(parts) and here.stop <= promise.num_chunks and all(own.has(here) for own in parts)
-        if not is_there or not self._registrations.is_attached(instance):
-            if promise.client is call.client:  # the promise was made for this load only
-                promise.end()
-            return Loaded()
+    def _begin_reading(self, promise: Promise, load: Load) -> Loaded:
+        """Record that the worker begins to copy, and return the slots of the chunks, which are all verified."""
+        instance, groups, here = load.instance, load.groups, promise.places(load.chunks)
         slots: list[Slot] = []
         group_ids: list[int] = []
         chunk_indices: list[int] = []
-        for own in parts:
+        for own in promise.of_groups(groups):
             slots += _slots(instance, own.group_id, own.begin_reading(instance, here, self._clock()))
             chunk_indices += [place - here.start for place in own.needed_of(here)]
             group_ids += [own.group_id - groups.start] * (len(slots) - len(group_ids))

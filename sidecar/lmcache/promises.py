@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
@@ -52,19 +53,27 @@ class Counts:
     """Numbers of chunks in all lookups and loads since the sidecar's start."""
 
     num_asked: int = 0
-    num_promised: int = 0  # can be loaded: verified, and leased in host memory
+    num_promised: int = 0  # leased in host memory, and reported to the engine
     num_loaded: int = 0
     num_corrupt: int = 0
     num_late: int = 0  # left out because they had not arrived in time
     num_over_share: int = 0  # left out because the client's share of host memory was leased
 
 
+class LoadState(Enum):
+    """What is known about a load of chunks from a `Promise` (a hit reported to an engine)."""
+
+    PENDING = auto()  # some chunks are still being read or verified
+    VERIFIED = auto()  # a worker may copy the chunks
+    BROKEN = auto()  # a chunk of the hit was damaged, or its lease has ended
+    BEYOND = auto()  # the hit does not have all of the chunks
+
+
 class GroupChunks:
     """The chunks of one KV cache group of one rank in a `Promise` (a hit reported to an engine), and their leases.
 
-    A chunk's place is its index in the promise's *blocks*. A chunk stays leased while a worker may load it, and while
-    it is being verified or copied. In a group with a sliding window or recurrent states, only the last chunks of the
-    hit are leased.
+    A chunk's place is its index in the promise's *blocks*. A chunk stays leased while a worker may load or copy it. In
+    a group with a sliding window or recurrent states, only the last chunks of the hit are leased.
     """
 
     def __init__(
@@ -85,10 +94,10 @@ class GroupChunks:
         own = needed(group, num_chunks)
         self.group_id = group_id
         self.first = own.start  # chunks before it are not needed
-        self.num_good = own.start  # length of the prefix whose chunks are verified or not needed
+        self.num_arrived = own.start  # length of the prefix whose chunks are in host memory or not needed
         self.num_corrupt = 0
         self.num_late = 0  # left out because the disk hangs
-        self.lost: list[int] = []  # chunks that cannot be loaded
+        self.lost: list[int] = []  # chunks that could not be read
         self.end = num_chunks  # chunks from this place on are no longer part of the hit
         self.readings: list[Reading] = []
         self._group = group
@@ -101,12 +110,12 @@ class GroupChunks:
         self._have_read: set[int] = set()  # ids of the workers that have loaded chunks
         self._is_held = np.arange(num_chunks) >= self.first  # leased, or waited for
         self._is_wanted = self._is_held.copy()
-        self._is_being_verified = np.zeros(self.end, np.bool_)
-        self._is_good = ~self._is_held  # verified, or not needed
+        self._has_arrived = ~self._is_held  # in host memory, or not needed
+        self._is_good = np.zeros(self.end, np.bool_)  # verified
         self._depths = np.full(self.end, Tier.HOST.depth, np.uint8)  # of the tiers from which they came
-        self._arrived: list[int] = []
+        self._unverified: list[int] = []  # chunks that have arrived in host memory since the last call of `verify`
         self._fetch = SharedFetch(tiers, group_id, blocks.of(group, own), share, self._on_fetched)
-        self._arrived += (self.first + np.flatnonzero(self._fetch.slots != ABSENT)).tolist()
+        self._on_arrived((self.first + np.flatnonzero(self._fetch.slots != ABSENT)).tolist())
 
     @property
     def num_chunks(self) -> int:
@@ -114,9 +123,9 @@ class GroupChunks:
         return len(self._names)
 
     @property
-    def are_good(self) -> npt.NDArray[np.bool_]:
-        """Array that says for each chunk of the original hit whether the chunk is verified."""
-        return self._is_good & (np.arange(self.num_chunks) >= self.first)
+    def have_arrived(self) -> npt.NDArray[np.bool_]:
+        """Array that says for each chunk of the original hit whether the chunk is in host memory."""
+        return self._has_arrived & (np.arange(self.num_chunks) >= self.first)
 
     @property
     def is_over(self) -> bool:
@@ -133,6 +142,11 @@ class GroupChunks:
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
 
+    def has_verified(self, load: range) -> bool:
+        """Return whether each of the chunks *load* that the group needs is verified."""
+        chunks = self.needed_of(load)
+        return bool(self._is_good[chunks.start : chunks.stop].all())
+
     def depths(self, num_chunks: int) -> npt.NDArray[np.uint8]:
         """Return for each of the first *num_chunks* chunks the `Tier.depth` of the tier from which it came."""
         return self._depths[:num_chunks]
@@ -141,15 +155,14 @@ class GroupChunks:
         """Return the slots of these chunks."""
         return [int(slot) for slot in self._fetch.slots[chunks.start - self.first : chunks.stop - self.first]]
 
-    def verify_arrived(self) -> None:
-        """Start to verify the chunks that have arrived in host memory since the last call."""
-        places = [place for place in self._arrived if place < self.end and self._is_held[place]]
-        self._arrived = []
+    def verify(self) -> None:
+        """Start to verify the chunks of a settled hit. Further calls do nothing."""
+        places = [place for place in self._unverified if self._is_held[place]]
+        self._unverified = []
         if not places:
             return
-        slots = [self._fetch.slots.item(place - self.first) for place in places]
+        slots = self._fetch.slots[np.array(places) - self.first].tolist()
         known = [self._fetch.digest(place - self.first) for place in places]
-        self._is_being_verified[places] = True
 
         def on_verified(part: Sequence[int], are_good: Sequence[bool | None]) -> None:
             self._on_verified([places[i] for i in part], are_good)
@@ -157,8 +170,7 @@ class GroupChunks:
         memory = self._tiers.memories[self.group_id]
         checked = self._verifier.verify(self._share, memory, slots, known, on_verified)
         self._checked.update(zip(places, checked, strict=True))
-        good = [place for place, each in zip(places, checked, strict=True) if each.is_good]
-        self._on_verified(good, [True] * len(good))
+        self._is_good[[place for place, each in zip(places, checked, strict=True) if each.is_good]] = True
 
     @property
     def checked(self) -> list[Checked]:
@@ -171,7 +183,7 @@ class GroupChunks:
         self.let_go()
 
     def unwant(self, chunks: range) -> None:
-        """Release *chunks*, which no further load needs. Those being copied or verified are released afterwards."""
+        """Release *chunks*, which no further load needs. Those being copied are released afterwards."""
         self._is_wanted[chunks.start : chunks.stop] = False
         self.let_go()
 
@@ -194,10 +206,12 @@ class GroupChunks:
         self._tiers.tiers.refresh(self.group_id, names, were_read)
 
     def let_go(self) -> None:
-        """End the leases on chunks that no load, copy or verification needs any more, the last chunk first."""
+        """End the leases on chunks that no load or copy needs any more, the last chunk first.
+
+        If such a chunk is being verified, the result will be ignored.
+        """
         needed = self._is_wanted.copy()
         needed[self.end :] = False
-        needed |= self._is_being_verified
         for reading in self.readings:
             needed[reading.chunks.start : reading.chunks.stop] = True
         going = np.flatnonzero(self._is_held & ~needed)
@@ -210,22 +224,26 @@ class GroupChunks:
         place = self.first + number
         if failure is None:
             self._depths[place] = self._fetch.tier(number).depth
-            self._arrived.append(place)
+            self._on_arrived([place])
             return
         self.lost.append(place)
         if place < self.end:
             self.num_late += self.end - place if failure is Reason.DEADLINE else 0
             self.end = place
 
+    def _on_arrived(self, places: Sequence[int]) -> None:
+        self._unverified += places
+        self._has_arrived[places] = True
+        holes = np.flatnonzero(~self._has_arrived[self.num_arrived :])
+        self.num_arrived = self.num_arrived + int(holes[0]) if len(holes) else self.num_chunks
+
     def _on_verified(self, places: Sequence[int], are_good: Sequence[bool | None]) -> None:
-        self._is_being_verified[places] = False
-        self._is_good[places] = [bool(is_good) for is_good in are_good]
-        bad = np.flatnonzero(~self._is_good[self.num_good :])
-        self.num_good = self.num_good + int(bad[0]) if len(bad) else len(self._is_good)
         for place, is_good in zip(places, are_good, strict=True):
+            if not self._is_held[place]:  # its lease has ended meanwhile, so another chunk may be in its slot
+                continue
+            self._is_good[place] = bool(is_good)
             if is_good:
                 continue
-            self.lost.append(place)
             self.end = min(self.end, place)
             if is_good is False:
                 self.num_corrupt += 1
@@ -239,8 +257,8 @@ class GroupChunks:
 class Promise:
     """A promise to an engine that its workers can load chunks of one prompt, from chunk number *first* on.
 
-    The promise is settled as soon as it is known how many chunks can be loaded. From then on, the first `num_chunks` of
-    *blocks* are in host memory, leased and verified, for each of the promise's ranks.
+    The promise is settled as soon as the first `num_chunks` of *blocks* are in host memory and leased, for each of the
+    promise's ranks. Chunks are verified before a worker may copy them, see `Promises.verify`.
 
     *before* names the chunks before *first*, which the engine itself has. They must be cached too, but are not leased.
     If some of them are missing, nothing is promised. Then the engine is told where the cached chunks end, and stores
@@ -262,8 +280,9 @@ class Promise:
     num_before: int = 0  # how many of the first chunks of *before* are cached
     misses: Misses = NO_MISSES  # why chunks cannot be loaded; positions are in chunks
     chunks: list[GroupChunks] = field(default_factory=list)  # empty until chunks are leased
-    former: list[GroupChunks] = field(default_factory=list)  # of a longer hit, until their leases have ended
-    lost: set[tuple[int, int]] = field(default_factory=set)  # chunks that cannot be loaded, as pairs of group and place
+    lost: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # chunks that could not be read, as pairs of group and place
     inquiry: Inquiry | None = None  # to tiers that cannot answer a lookup at once
     is_begun: bool = False
     is_settled: bool = False
@@ -273,16 +292,7 @@ class Promise:
     @property
     def is_over(self) -> bool:
         """True if no load can begin from this hit, and none of its chunks is leased or being fetched any more."""
-        return self.is_ended and all(own.is_over for own in self.every)
-
-    @property
-    def every(self) -> list[GroupChunks]:
-        """The chunks of the current hit and of longer former hits, for each KV cache group.
-
-        A hit is shortened if one of its chunks cannot be loaded. A chunk that only the longer hit needs stays leased
-        while it is being verified.
-        """
-        return [*self.chunks, *self.former]
+        return self.is_ended and all(own.is_over for own in self.chunks)
 
     @property
     def forgets(self) -> bool:
@@ -330,6 +340,17 @@ class Promise:
         are_kept = bool(parts) and here.start >= 0 and all(own.has(here) for own in parts)
         return are_kept and self.blocks.names[here.stop - 1] == last_name
 
+    def load_state(self, group_ids: range, chunks: range) -> LoadState:
+        """Return whether these chunks of the prompt can be loaded from this hit in all these groups."""
+        parts, here = self.of_groups(group_ids), self.places(chunks)
+        if not self.is_settled:
+            return LoadState.PENDING
+        if not parts or here.stop > self.num_chunks:
+            return LoadState.BEYOND
+        if not all(own.has(here) for own in parts):
+            return LoadState.BROKEN
+        return LoadState.VERIFIED if all(own.has_verified(here) for own in parts) else LoadState.PENDING
+
     def places(self, chunks: range) -> range:
         """Return the indices in *blocks* (this promise's chunks) of *chunks*, counted from the prompt's start."""
         return range(chunks.start - self.first, chunks.stop - self.first)
@@ -337,11 +358,11 @@ class Promise:
     def end(self) -> None:
         """End this hit: no further load can begin, and its leased chunks are released.
 
-        A chunk that is being copied or verified is released once that has ended.
+        A chunk that is being copied is released once that has ended.
         """
         self.is_ended = self.is_settled = True
         self.num_chunks = self.num_before = 0
-        for own in self.every:
+        for own in self.chunks:
             own.unwant(range(len(self.blocks.names)))
 
 
@@ -352,6 +373,9 @@ class Promises:
     copying stays leased until the worker reports that it is done, or until its process has ended. Otherwise the worker
     could copy bytes that another engine has written to the slot meanwhile. All other leases end at the latest `IDLE_S`
     seconds after the last message about their request.
+
+    An engine is told of a hit before its chunks are verified, because that takes longer than everything else in a
+    lookup. The chunks are verified while the engine schedules the request, and no worker gets a chunk before.
     """
 
     def __init__(
@@ -374,6 +398,7 @@ class Promises:
         self._shares = shares
         self._clock = clock
         self._promises: dict[str, list[Promise]] = {}  # by request
+        self._to_verify: list[Promise] = []
 
     def __iter__(self) -> Iterator[Promise]:
         return iter([promise for promises in self._promises.values() for promise in promises])
@@ -405,7 +430,7 @@ class Promises:
             num_readers: Number of workers that load the chunks of each rank.
             first: Index in the prompt of the first chunk in *blocks*, that is, the number of chunks before it.
             max_s: Time limit in seconds; the disk's read timeout also applies. At the limit, the hit is shortened to
-                the chunks that have been read and verified.
+                the chunks that have been read.
             on_settled: Called when the number of loadable chunks is known, unless the request ends earlier.
             before: Names of the prompt's chunks before the *blocks*. If one of them is not cached, nothing is leased.
         """
@@ -427,6 +452,23 @@ class Promises:
         for promise in promises:
             promise.heard_at = self._clock()
         return promises[::-1]
+
+    def want_verified(self, promise: Promise) -> None:
+        """Have the hit's chunks verified by `verify`, once they are in host memory."""
+        self._to_verify.append(promise)
+
+    def verify(self) -> None:
+        """Start to verify the chunks of the settled hits that were passed to `want_verified`.
+
+        A separate method, so that an engine is told of a hit before threads begin to use the processors for it.
+        """
+        promises, self._to_verify = self._to_verify, []
+        for promise in promises:
+            if not promise.is_settled:
+                self._to_verify.append(promise)
+                continue
+            for own in promise.chunks:
+                own.verify()
 
     def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
         """Record that no worker will load these chunks of the prompt for this request of this client."""
@@ -482,7 +524,9 @@ class Promises:
         """Continue the lookups and loads that wait for chunks, and release the chunks of requests that are idle."""
         now = self._clock()
         for promise in self:
-            if not promise.is_settled:
+            if promise.is_settled:
+                self._count_lost(promise)
+            else:
                 self._go_on(promise)
             if not promise.is_settled and now >= promise.give_up_at:
                 self._time_out(promise)
@@ -492,17 +536,15 @@ class Promises:
 
     def check(self) -> None:
         """Raise AssertionError if the records of chunks' verification do not match the chunks leased for hits."""
-        self._verifier.check(checked for promise in self for own in promise.every for checked in own.checked)
+        self._verifier.check(checked for promise in self for own in promise.chunks for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
         if not promise.is_begun and not self._begin_chunks(promise):
             return
-        for own in promise.chunks:
-            own.verify_arrived()
         end = min((own.end for own in promise.chunks), default=0)
         if promise.forgets and any(own.end < own.num_chunks for own in promise.chunks):
             self._begin_again(promise)
-        elif all(own.num_good >= end for own in promise.chunks):
+        elif all(own.num_arrived >= end for own in promise.chunks):
             self._settle(promise, end)
         else:
             self._cut(promise, end)
@@ -521,9 +563,8 @@ class Promises:
 
     def _count_lost(self, promise: Promise) -> None:
         for own in promise.chunks:
-            if own.num_corrupt or own.num_late:
-                why = Reason.CORRUPT if own.num_corrupt else Reason.DEADLINE
-                promise.misses = promise.misses.cut(own.num_chunks, why)
+            if own.num_late:
+                promise.misses = promise.misses.cut(own.num_chunks, Reason.DEADLINE)
             self.counts.num_corrupt += own.num_corrupt
             self.counts.num_late += own.num_late
             own.num_corrupt = own.num_late = 0
@@ -541,7 +582,6 @@ class Promises:
         self._lease(promise, SharedHit(promise.tiers, promise.groups, promise.blocks.names, share, promise.lost))
         for own in left:
             own.unwant(range(own.num_chunks))
-        promise.former = [own for own in [*promise.former, *left] if not own.is_over]
 
     def _lease(self, promise: Promise, hit: SharedHit) -> None:
         num_chunks = hit.within_room()
@@ -609,18 +649,18 @@ class Promises:
 
     def _time_out(self, promise: Promise) -> None:
         promise.is_begun = True
-        end = self._longest_good(promise)
+        end = self._longest_arrived(promise)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
         promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)
         self._settle(promise, end)
 
-    def _longest_good(self, promise: Promise) -> int:
-        """Return the length of the longest prefix for which each group has verified all chunks that it needs."""
+    def _longest_arrived(self, promise: Promise) -> int:
+        """Return the length of the longest prefix for which all chunks that each group needs are in host memory."""
         if not promise.chunks:
             return 0
         limit = min(own.end for own in promise.chunks)
         groups = [promise.groups[own.group_id] for own in promise.chunks]
-        return longest_of(groups, [own.are_good for own in promise.chunks], limit)
+        return longest_of(groups, [own.have_arrived for own in promise.chunks], limit)
 
     def _oldest_load(
         self, request_id: str, group_ids: range, instance: Instance, chunks: range

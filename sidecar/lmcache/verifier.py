@@ -64,12 +64,20 @@ class Verifier:
             given.append(checked)
         if to_read:
             self._lane.take(
-                client, memory, [checked.slot for checked in to_read], lambda p, d: self._on_digests(to_read, p, d)
+                client,
+                memory,
+                [checked.slot for checked in to_read],
+                lambda places, digests: self._on_digests(to_read, places, digests),
+                lambda places: any(each.num_holders for each in to_read[places.start : places.stop]),
             )
         return given
 
     def release(self, given: Iterable[Checked]) -> None:
-        """Record that the caller's leases on chunks end. *given* has what `verify` returned for these chunks."""
+        """Record that the caller's leases on chunks end. *given* has what `verify` returned for these chunks.
+
+        A chunk that no caller has leased any more is not read, unless its verification has begun. Results that come
+        later say nothing about the chunk, because its slot may have another one by then.
+        """
         for checked in given:
             checked.num_holders -= 1
             if not checked.num_holders:

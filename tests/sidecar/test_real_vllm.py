@@ -76,6 +76,35 @@ def test_several_prompts_at_once_that_share_a_beginning_are_loaded_and_equal(sid
     assert all(cached >= 4 * CHUNK for cached in again["cached"])
 
 
+def test_chunks_that_a_foul_process_damages_are_loaded_from_disk(sidecar: Sidecar, model: Path) -> None:
+    one = prompt(20)
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as engine:
+        cold = engine.generate([one])
+        engine.reset()
+        sidecar.flip_host_memory()
+        again = engine.generate([one])
+
+    assert again["scheduled"] == 2
+    assert again["tokens"] == cold["tokens"]
+
+
+def test_damaged_chunks_of_which_there_is_no_copy_are_computed_again(model: Path) -> None:
+    one = prompt(21)
+    with (
+        Sidecar(free_endpoint(), "--host", "256MiB") as sidecar,
+        Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as engine,
+    ):
+        cold = engine.generate([one])
+        engine.reset()
+        sidecar.flip_host_memory()
+        again = engine.generate([one])
+        engine.reset()
+        healed = engine.generate([one])
+
+    assert again["tokens"] == healed["tokens"] == cold["tokens"]
+    assert (again["scheduled"], healed["scheduled"]) == (NUM_TOKENS, 2)
+
+
 @pytest.mark.parametrize("deed", ["kill", "pause"])
 @pytest.mark.parametrize("operation", [18, 19, 17], ids=["prepare_retrieve", "commit_retrieve", "commit_store"])
 def test_a_sidecar_that_is_gone_before_an_answer_costs_a_wait_and_no_token(

@@ -47,7 +47,7 @@ class HybridClient(RawClient):
             self._bed.bytes_of(slot, NUM_BYTES[group])[:] = expected
 
     def retrieve(self, tokens: Sequence[int], request: str, instance: int = 1, **more: Any) -> bool:
-        """Load the chunks; whether just the parts came that LMCache's client takes, and are what was stored."""
+        """Load the chunks; whether just the parts came that LMCache's client takes. What comes is what was stored."""
         own = key(tokens, request, **more)
         answer = self.ask("prepare_retrieve", own, instance)
         first, num_chunks = own["start"] // CHUNK, (own["end"] - own["start"]) // CHUNK
@@ -61,4 +61,5 @@ class HybridClient(RawClient):
         assert self.ask("commit_retrieve", own, instance) is True
         windows = [(0, range(num_chunks)), (1, range(max(0, num_chunks - WINDOW_CHUNKS), num_chunks))]
         expected = [(group, index) for group, indices in windows for index in indices]
-        return [(group, index) for _, group, index in parts] == expected and all(are_good)
+        assert all(are_good), "a load gave wrong bytes"
+        return [(group, index) for _, group, index in parts] == expected

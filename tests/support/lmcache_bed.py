@@ -205,7 +205,7 @@ class RawClient:
         return self.ask("prepare_retrieve", key(tokens, request, **more), instance)
 
     def retrieve(self, tokens: Sequence[int], request: str, instance: int = 1, **more: Any) -> bool:
-        """Load the chunks; whether they came, and are what was stored."""
+        """Load the chunks; whether they came. What comes is what was stored."""
         own = key(tokens, request, **more)
         answer = self.ask("prepare_retrieve", own, instance)
         slots = answer["context"]["slots"] if answer["success"] else []
@@ -215,7 +215,8 @@ class RawClient:
             for i, slot in enumerate(slots)
         ]
         assert self.ask("commit_retrieve", own, instance) is True
-        return len(good) == own["end"] // CHUNK - first and all(good)
+        assert all(good), "a load gave wrong bytes"
+        return len(good) == own["end"] // CHUNK - first
 
 
 def content(tokens: Sequence[int], chunk: int, rank: int = 0, group: int = 0, num_bytes: int = CHUNK_BYTES) -> bytes:

@@ -207,14 +207,14 @@ SIDECAR_HASHED_SECONDS = counter("kvtier_sidecar_hashed_seconds", "Seconds of ha
 SIDECAR_ASKED_CHUNKS = counter("kvtier_sidecar_asked_chunks", "Chunks requested by lookups.", "endpoint")
 SIDECAR_PROMISED_CHUNKS = counter(
     "kvtier_sidecar_promised_chunks",
-    "Requested chunks that were found, verified and reported to the engine as hits.",
+    "Requested chunks that were found and reported to the engine as hits.",
     "endpoint",
 )
 SIDECAR_LOADED_CHUNKS = counter("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded.", "endpoint")
 SIDECAR_STORED_CHUNKS = counter("kvtier_sidecar_stored_chunks", "Chunks that engines have stored.", "endpoint")
 SIDECAR_LOST_CHUNKS = counter(
     "kvtier_sidecar_lost_chunks",
-    "Chunks that could not be reported as hits or could not be stored, by reason.",
+    "Chunks that could not be reported as hits, loaded or stored, by reason.",
     "endpoint",
     "why",
 )

@@ -185,8 +185,8 @@ def test_a_lookup_waits_for_what_has_just_been_committed(bed: Bed, client: RawCl
 
 
 def test_a_status_is_held_for_a_twentieth_of_a_second_at_most(bed: Bed, client: RawClient) -> None:
+    bed.lanes["device_to_host"].is_stopped = True  # where digests are taken
     client.store(DOCUMENT, "first")
-    bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
     client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
     uid = client.send("status", "second")
     bed.until(lambda: bed.endpoint.is_waiting or None)
@@ -196,23 +196,40 @@ def test_a_status_is_held_for_a_twentieth_of_a_second_at_most(bed: Bed, client: 
     bed.pass_time(0.002)
 
     assert client.receive() == (uid, 9, None)
-    bed.lanes["host_to_device"].is_stopped = False
+    bed.lanes["device_to_host"].is_stopped = False
     assert client.ask("status", "second") == 6
 
 
-def test_after_its_time_a_lookup_promises_what_has_come(bed: Bed, client: RawClient) -> None:
+def test_a_lookup_does_not_wait_until_chunks_are_verified_and_a_load_does(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
+    assert client.lookup(DOCUMENT, "second") == 6
+    uid = client.send("prepare_retrieve", key(DOCUMENT, "second"), 1)
+    bed.settle()
+    assert not client.socket.poll(0)
+
+    bed.lanes["host_to_device"].is_stopped = False
+
+    answered, _, answer = client.receive()
+    assert answered == uid
+    assert len(answer["context"]["slots"]) == 6
+
+
+def test_a_load_whose_chunks_are_not_verified_in_time_is_refused(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
     bed.lanes["host_to_device"].is_stopped = True
-    client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
-    bed.settle()
+    assert client.lookup(DOCUMENT, "second") == 6
+    uid = client.send("prepare_retrieve", key(DOCUMENT, "second"), 1)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
 
-    bed.pass_time(10.1)
+    bed.pass_time(3.1)
 
-    assert client.ask("status", "second") == 0
-    assert bed.endpoint.statistics().promised.num_late == 6
+    assert client.receive() == (uid, 18, {"success": False, "data": b"", "context": {}})
+    client.ask("end_session", "second")
+    assert bed.num_leases() == 0
     bed.lanes["host_to_device"].is_stopped = False
     bed.settle()
-    assert bed.num_leases() == 0
+    assert bed.endpoint.statistics().promised.num_corrupt == 0
 
 
 def test_a_promise_of_all_local_tokens_is_let_go(bed: Bed, client: RawClient) -> None:
@@ -371,6 +388,7 @@ def test_a_chunk_that_one_rank_has_lost_is_promised_to_none(bed: Bed) -> None:
     slots = workers[1].prepare_retrieve(DOCUMENT, "look", 11, worker=1, world_size=2)["context"]["slots"]
     workers[1].ask("commit_retrieve", key(DOCUMENT, "look", worker=1, world_size=2), 11)
     bed.bytes_of(slots[2])[7] ^= 1
+    assert not workers[1].retrieve(DOCUMENT, "look", 11, worker=1, world_size=2)
 
     assert workers[0].lookup(DOCUMENT, "second", world_size=2) == 2
 
@@ -379,17 +397,46 @@ def test_a_chunk_that_one_rank_has_lost_is_promised_to_none(bed: Bed) -> None:
         assert worker.retrieve(DOCUMENT, "second", 10 + rank, worker=rank, world_size=2, end=2 * CHUNK)
 
 
-def test_chunks_stay_while_they_are_verified(bed: Bed, client: RawClient) -> None:
+def test_a_chunk_that_the_disk_cannot_read_for_one_rank_is_promised_to_none(tmp_path: Path) -> None:
+    store = MemoryStore(1 << 20)
+    with lmcache_bed(tmp_path, num_extents=2, store=store) as bed:
+        workers = [RawClient(bed), RawClient(bed)]
+        for rank, worker in enumerate(workers):
+            worker.register(instance_id=10 + rank, world_size=2)
+        for number, tokens in enumerate((DOCUMENT, *([each] * 8 * CHUNK for each in range(4)))):
+            for rank, worker in enumerate(workers):
+                worker.store(tokens, f"stored {number}", instance=10 + rank, worker=rank, world_size=2)
+                bed.settle()
+        (third,) = [stored for stored, row in store.rows.items() if row.payload == content(DOCUMENT, 2, rank=1)]
+        store.delete([third])
+
+        assert workers[0].lookup(DOCUMENT, "second", world_size=2) == 2
+
+        assert bed.num_leases() == 4
+
+
+def test_chunks_that_no_request_needs_any_more_are_let_go_and_not_verified(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
+    bed.settle()
     bed.lanes["host_to_device"].is_stopped = True
-    client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
-
-    client.ask("end_session", "second")
-
+    for request in "ab":
+        assert client.lookup(DOCUMENT, request) == 6
+    client.ask("end_session", "a")
     assert bed.num_leases() == 6
+    client.ask("free", key(DOCUMENT, "b", worker=None, end=4 * CHUNK), 1)
+    assert bed.num_leases() == 2
+
+    client.ask("end_session", "b")
+
+    assert bed.num_leases() == 0
+    other = [7] * 9 * CHUNK
+    client.store(other, "other")
+    assert client.lookup(other, "c") == 9
+    client.ask("end_session", "c")
     bed.lanes["host_to_device"].is_stopped = False
     bed.settle()
-    assert bed.num_leases() == 0
+    assert num_read_to_verify(bed) == 6  # in flight when the first request ended
+    assert bed.endpoint.statistics().promised.num_corrupt == 0
 
 
 def test_a_load_without_a_promise_makes_one(bed: Bed, client: RawClient) -> None:
@@ -477,8 +524,8 @@ def test_an_engine_whose_own_hit_has_shrunk_is_promised_all_from_there_on(bed: B
 
 
 def test_a_lookup_that_ends_before_its_answer_claims_nothing(bed: Bed, client: RawClient) -> None:
+    bed.lanes["device_to_host"].is_stopped = True  # a lookup waits for the digests of what is being stored
     client.store(DOCUMENT, "first")
-    bed.lanes["host_to_device"].is_stopped = True
     client.ask("lookup", key(DOCUMENT, "second", worker=None, start=2 * CHUNK), 1)
     uid = client.send("status", "second")
     bed.until(lambda: bed.endpoint.is_waiting or None)
@@ -487,7 +534,7 @@ def test_a_lookup_that_ends_before_its_answer_claims_nothing(bed: Bed, client: R
 
     assert client.receive()[0] == uid + 1
     assert client.receive() == (uid, 9, 0)
-    bed.lanes["host_to_device"].is_stopped = False
+    bed.lanes["device_to_host"].is_stopped = False
 
 
 def test_a_lookup_that_begins_after_its_tokens_is_refused(bed: Bed, client: RawClient) -> None:
@@ -510,21 +557,83 @@ def test_what_engines_have_themselves_is_used_too_and_is_not_evicted_first(tmp_p
         assert client.lookup(DOCUMENT, "third") == 6
 
 
-def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) -> None:
-    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
-    for chunk, slot in enumerate(slots):
-        bed.bytes_of(slot)[:] = content(DOCUMENT, chunk)
-    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
-    bed.settle()
-    bed.bytes_of(slots[3])[100] ^= 64
+def test_a_chunk_that_comes_into_a_slot_while_its_former_one_is_verified_is_not_taken_for_it(tmp_path: Path) -> None:
+    with lmcache_bed(tmp_path, num_extents=1) as bed:  # sixteen slots
+        client = RawClient(bed)
+        client.register()
+        client.store(DOCUMENT, "first")
+        bed.settle()
+        bed.lanes["host_to_device"].is_stopped = True
+        assert client.lookup(DOCUMENT, "second") == 6
+        bed.settle()
+        client.ask("free", key(DOCUMENT, "second", worker=None, end=4 * CHUNK), 1)
+        assert len(client.store([7] * 12 * CHUNK, "other")) == 12
+        bed.settle()
 
-    assert client.lookup(DOCUMENT, "second") == 3
-    assert client.retrieve(DOCUMENT, "second", end=3 * CHUNK)
+        bed.lanes["host_to_device"].is_stopped = False
+
+        assert client.retrieve(DOCUMENT, "second", start=4 * CHUNK)
+        assert bed.endpoint.statistics().promised.num_corrupt == 0
+
+
+def stored_and_damaged(bed: Bed, client: RawClient, *chunks: int) -> list[dict[str, int]]:
+    """Store the document, and flip a bit of some chunks as a foul client can; where all of its chunks are."""
+    own = key(DOCUMENT, "first")
+    context = client.ask("prepare_store", own, 1)["context"]
+    client.write(context, own)
+    assert client.ask("commit_store", own, 1, b"") is True
+    bed.settle()
+    for chunk in chunks:
+        bed.bytes_of(context["slots"][chunk])[100] ^= 64
+    return list(context["slots"])
+
+
+def test_a_chunk_that_was_written_to_after_its_commit_is_not_loaded(bed: Bed, client: RawClient) -> None:
+    stored_and_damaged(bed, client, 3)
+    assert client.lookup(DOCUMENT, "second") == 6  # nothing is read for that
+
+    assert client.prepare_retrieve(DOCUMENT, "second") == {"success": False, "data": b"", "context": {}}
+
     client.ask("end_session", "second")
     assert bed.num_leases() == 0
     assert bed.endpoint.statistics().promised.num_corrupt == 1
+    assert client.lookup(DOCUMENT, "third") == 3
+    assert client.retrieve(DOCUMENT, "third", end=3 * CHUNK)
     assert client.store(DOCUMENT, "third") == [3]
     assert client.lookup(DOCUMENT, "fourth") == 6
+    assert client.retrieve(DOCUMENT, "fourth")
+
+
+def test_the_chunks_before_one_that_is_damaged_are_loaded(bed: Bed, client: RawClient) -> None:
+    stored_and_damaged(bed, client, 3)
+    client.lookup(DOCUMENT, "second")
+
+    assert client.retrieve(DOCUMENT, "second", end=3 * CHUNK)
+    assert not client.retrieve(DOCUMENT, "second", start=3 * CHUNK)
+
+
+def test_damage_to_chunks_that_the_engine_has_itself_harms_no_load(bed: Bed, client: RawClient) -> None:
+    stored_and_damaged(bed, client, 1)
+    client.lookup(DOCUMENT, "second")
+    client.ask("free", key(DOCUMENT, "second", worker=None, end=2 * CHUNK), 1)
+
+    assert client.retrieve(DOCUMENT, "second", start=2 * CHUNK)
+
+
+def test_a_damaged_chunk_is_loaded_from_disk(tmp_path: Path) -> None:
+    with lmcache_bed(tmp_path, store=MemoryStore(1 << 20)) as bed:
+        client = RawClient(bed)
+        client.register()
+        stored_and_damaged(bed, client, 2, 5)
+        assert client.lookup(DOCUMENT, "second") == 6
+
+        assert client.retrieve(DOCUMENT, "second")
+
+        assert bed.endpoint.statistics().promised.num_corrupt == 2
+        client.ask("end_session", "second")
+        assert bed.num_leases() == 0
+        assert client.lookup(DOCUMENT, "third") == 6
+        assert client.retrieve(DOCUMENT, "third")
 
 
 def num_read_to_verify(bed: Bed) -> int:
@@ -548,20 +657,20 @@ def test_what_a_promise_holds_is_read_once_a_second_for_all(bed: Bed, client: Ra
     assert num_read_to_verify(bed) == 18
 
 
-def test_what_is_being_verified_is_waited_for(bed: Bed, client: RawClient) -> None:
+def test_what_is_being_verified_for_another_request_is_waited_for(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
     bed.settle()
     bed.lanes["host_to_device"].is_stopped = True
     for request in "ab":
-        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
-    client.ask("end_session", "a")  # its chunks stay: they are being read
-    uid = client.send("status", "b")
+        assert client.lookup(DOCUMENT, request) == 6
+    client.ask("end_session", "a")
+    uid = client.send("prepare_retrieve", key(DOCUMENT, "b"), 1)
     bed.until(lambda: bed.endpoint.is_waiting or None)
 
     bed.lanes["host_to_device"].is_stopped = False
 
-    assert client.receive() == (uid, 9, 6)
-    assert client.retrieve(DOCUMENT, "b")
+    assert client.receive()[0] == uid
+    client.ask("commit_retrieve", key(DOCUMENT, "b"), 1)
     assert num_read_to_verify(bed) == 6
     assert bed.num_leases() == 0
 
@@ -608,6 +717,7 @@ def test_a_chunk_that_is_let_go_as_it_comes_is_not_verified(tmp_path: Path) -> N
             return bed.num_leases() == 4
 
         wait_for(is_let_go)
+        assert client.ask("status", "second") == 6
         bed.settle()
 
         assert num_read_to_verify(bed) == 4
@@ -617,19 +727,20 @@ def test_a_chunk_that_is_let_go_as_it_comes_is_not_verified(tmp_path: Path) -> N
 
 
 def test_damage_is_told_to_all_that_wait_and_seen_while_a_promise_stands(bed: Bed, client: RawClient) -> None:
-    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
-    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
-    bed.settle()
+    slots = stored_and_damaged(bed, client)
     assert client.lookup(DOCUMENT, "before") == 6
     bed.pass_time(1.1)
     bed.bytes_of(slots[2])[0] ^= 1
 
     bed.lanes["host_to_device"].is_stopped = True
     for request in "ab":
-        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
+        assert client.lookup(DOCUMENT, request) == 6
+    sent = [client.send("prepare_retrieve", key(DOCUMENT, request), 1) for request in "ab"]
+    bed.settle()
     bed.lanes["host_to_device"].is_stopped = False
 
-    assert [client.ask("status", request) for request in "ab"] == [2, 2]
+    answers = dict(client.receive()[::2] for _ in "ab")
+    assert [answers[uid]["success"] for uid in sent] == [False, False]
     assert bed.endpoint.statistics().promised.num_corrupt == 2
     bed.endpoint.check()
 
@@ -650,26 +761,31 @@ def test_who_asks_for_little_does_not_wait_for_all_of_who_asks_for_much(bed: Bed
 
 
 def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:
-    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
-    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
+    stored_and_damaged(bed, client, 0)
+    lane = bed.lanes["host_to_device"]
+    lane.is_stopped = True
+    assert client.lookup(DOCUMENT, "a") == 6
+    bed.pass_time(1.1)  # so that the other request's chunks are read again
+    other = RawClient(bed)
+    other.register(instance_id=2)
+    assert other.lookup(DOCUMENT, "b") == 6
+    uid = other.send("prepare_retrieve", key(DOCUMENT, "b"), 2)
+    bed.until(lambda: bed.endpoint.is_waiting or None)
     bed.settle()
-    bed.bytes_of(slots[0])[0] ^= 1
-    bed.lanes["host_to_device"].is_stopped = True
-    for request in ("a", "b"):
-        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
-    bed.settle()
-    waiting = bed.lanes["host_to_device"].waiting
-    bed.lanes["host_to_device"].waiting, later = waiting[:1], waiting[1:]
-    bed.lanes["host_to_device"].is_stopped = False
-    assert client.ask("status", "a") == 0
-    bed.lanes["host_to_device"].is_stopped = True
+    lane.waiting, later = lane.waiting[:1], lane.waiting[1:]
+    assert later
+    lane.is_stopped = False
+    bed.turn()
+    lane.is_stopped = True
     assert client.store(DOCUMENT, "again") == [0]
     bed.settle()
-    bed.lanes["host_to_device"].waiting += later
-    bed.lanes["host_to_device"].is_stopped = False
-    assert client.ask("status", "b") == 0
+    lane.waiting += later
+    lane.is_stopped = False
+    answered, _, answer = other.receive()
+    assert (answered, answer["success"]) == (uid, True)  # of the chunk that was stored anew
 
     assert client.lookup(DOCUMENT, "c") == 6
+    assert bed.endpoint.statistics().promised.num_corrupt == 2
 
 
 def test_without_a_registration_there_are_no_hits(bed: Bed, client: RawClient) -> None:

@@ -130,12 +130,12 @@ def test_a_lookup_waits_no_longer_than_a_read_may_take(tmp_path: Path) -> None:
     with lmcache_bed(tmp_path, read_timeout_s=2.0) as bed:
         client = RawClient(bed)
         client.register()
+        bed.lanes[Route.DEVICE_TO_HOST].is_stopped = True  # a lookup waits for the digests of what is being stored
         client.store(list(range(6 * CHUNK)), "first")
-        bed.lanes[Route.HOST_TO_DEVICE].is_stopped = True  # where chunks are verified
         client.ask("lookup", key(list(range(6 * CHUNK)), "second", worker=None), 1)
 
         bed.pass_time(2.1)
 
         assert client.ask("status", "second") == 0
-        bed.lanes[Route.HOST_TO_DEVICE].is_stopped = False
+        bed.lanes[Route.DEVICE_TO_HOST].is_stopped = False
         bed.settle()

@@ -147,7 +147,7 @@ def test_another_engine_loads_the_bytes_that_one_has_stored(served: Served, clie
     assert served.refusals.counts == {}
 
 
-def test_a_flipped_byte_is_found_before_it_is_promised(served: Served, client: LmcacheClient) -> None:
+def test_a_load_of_a_chunk_with_a_flipped_byte_is_refused(served: Served, client: LmcacheClient) -> None:
     client.attach(1)
     client.store(1, TOKENS, "cold", BLOCKS)
     assert client.lookup(TOKENS, "before") == 8
@@ -155,8 +155,11 @@ def test_a_flipped_byte_is_found_before_it_is_promised(served: Served, client: L
 
     served.flip()
 
-    assert client.lookup(TOKENS, "after") < 8
+    assert client.lookup(TOKENS, "after") == 8
+    assert client.retrieve(1, TOKENS, "after", OTHER_BLOCKS, "cold")[0] is False
     client.end_session("after")
+    assert client.lookup(TOKENS, "damage is known") < 8
+    client.end_session("damage is known")
     assert client.store(1, TOKENS, "again", BLOCKS) is True
     assert client.lookup(TOKENS, "healed") == 8
     assert client.retrieve(1, TOKENS, "healed", OTHER_BLOCKS, "again") == [True, True]

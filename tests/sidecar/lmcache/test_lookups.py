@@ -110,11 +110,12 @@ def test_a_flipped_byte_is_the_reason_of_all_that_comes_after_it(bed: Bed, clien
     client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
     bed.settle()
     bed.bytes_of(slots[3])[100] ^= 64
+    assert not client.retrieve(DOCUMENT, "first")
 
     assert client.lookup(DOCUMENT + DOCUMENT, "second") == 3
 
     tokens = last(bed).tokens
-    assert tokens.reasons[Reason.CORRUPT] == 3 * CHUNK
+    assert tokens.reasons[Reason.CORRUPT] == 9 * CHUNK
     assert tokens.num_tokens == tokens.host + sum(tokens.reasons.values())
 
 
@@ -151,12 +152,12 @@ def test_what_other_sizes_would_find_is_told_of_all_lookups(bed: Bed, client: Ra
 
 
 def test_a_request_that_ends_before_its_answer_has_no_record(bed: Bed, client: RawClient) -> None:
+    bed.lanes[Route.DEVICE_TO_HOST].is_stopped = True  # a lookup waits for the digests of what is being stored
     client.store(DOCUMENT, "first")
-    bed.lanes[Route.HOST_TO_DEVICE].is_stopped = True
     client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
 
     client.ask("end_session", "second")
 
-    bed.lanes[Route.HOST_TO_DEVICE].is_stopped = False
+    bed.lanes[Route.DEVICE_TO_HOST].is_stopped = False
     bed.settle()
     assert "second" not in {each.request_id for each in bed.layouts.records.newest()}
