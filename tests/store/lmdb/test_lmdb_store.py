@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from panicking_lmdb import PanickingLmdb
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
 from waiting import DEADLINE_S, is_in, join, wait_for
 
-from kvtier.store.blob_store import StoreFull
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file, lmdb_store
@@ -603,3 +605,75 @@ def test_closing_beside_a_large_read_of_bad_records_ends_both(tmp_path: Path, mo
     join(closing, reading)
 
     assert isinstance(outcomes[0], ValueError)
+
+
+class NoProcessor:
+    """A pool of threads that never begin."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def submit(self, work: object) -> "Future[None]":
+        return Future()
+
+    def shutdown(self) -> None:
+        pass
+
+
+def large_store(folder: Path) -> tuple[LmdbStore, list[Blob], list[memoryview]]:
+    """A store with blocks whose read several threads share, the blocks, and memory to read them into."""
+    store, blobs = LmdbStore(folder, 64 << 20), [blob_of(number, 1 << 20) for number in range(24)]
+    store.put_many(blobs)
+    return store, blobs, [memoryview(bytearray(1 << 20)) for _ in blobs]
+
+
+def test_a_large_read_does_not_wait_for_threads_that_get_no_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_reader, "ThreadPoolExecutor", NoProcessor)
+    store, blobs, outs = large_store(tmp_path)
+    results: list[bytes | Fault] = []
+
+    reading = threading.Thread(
+        target=lambda: results.extend(store.read_many([blob.key for blob in blobs], outs)), daemon=True
+    )
+    reading.start()
+    join(reading)
+
+    assert results == [blob.digest for blob in blobs]
+    assert outs == [blob.raw for blob in blobs]
+    store.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one thread reads everything")
+def test_a_large_read_that_fails_returns_when_no_thread_writes_to_its_memory_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, blobs, outs = large_store(tmp_path)
+    helping, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def read_later_or_fail(*arguments: Any) -> bytes | None:
+        if threading.current_thread() is reading:
+            helping.wait(DEADLINE_S)
+            raise ValueError("broken")
+        helping.set()
+        go_on.wait(DEADLINE_S)
+        ended.append("helper")
+        return plain_digest(*arguments)
+
+    def read() -> None:
+        with suppress(ValueError):
+            store.read_many([blob.key for blob in blobs], outs)
+        ended.append("read")
+
+    monkeypatch.setattr(lmdb_reader, "plain_digest", read_later_or_fail)
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    wait_for(lambda: not reading.is_alive() or is_in(reading.ident or 0, futures.wait))
+    go_on.set()
+    join(reading)
+
+    assert ended[-1] == "read"
+    assert ended[0] == "helper"
+    store.close()
