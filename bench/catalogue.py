@@ -109,6 +109,7 @@ RESULTS = [
     Result("cluster", "bench.cluster", _OF_ENGINES, needs=[Need.REDIS, Need.ENGINES]),
     _with_engines("connectors_cost", "bench.connectors", "hits", "cost"),
     _with_engines("connectors_cold", "bench.connectors", "cold"),
+    _with_engines("connectors_head_to_head", "bench.connectors", "head_to_head", "--busy", "--lifeboat", str(LIFEBOAT)),
     _with_engines("connectors_faults", "bench.connectors", "faults", is_sampled=True),
     _with_engines("connectors_tiers", "bench.connectors", "tiers", "tier_cost", "tier_capacity"),
     _with_engines(

@@ -9,11 +9,11 @@ from foreign.running import Sidecar, Vllm, connector_config, free_endpoint
 HOST, DISK = "1GiB", "2GiB"
 
 
-def started_sidecar(folder: Path) -> tuple[Sidecar, str]:
-    """A sidecar with host memory and a disk, and its socket."""
+def started_sidecar(folder: Path, disk: str | None = DISK) -> tuple[Sidecar, str]:
+    """A sidecar with host memory and a disk of that size, or without a disk, and its socket."""
     socket = str(folder / "own.sock")
-    disk = f"{folder / 'store'}:{DISK}"
-    return Sidecar(free_endpoint(), "--host", HOST, "--disk", disk, "--socket", socket), socket
+    of_disk = [] if disk is None else ["--disk", f"{folder / 'store'}:{disk}"]
+    return Sidecar(free_endpoint(), "--host", HOST, *of_disk, "--socket", socket), socket
 
 
 def started_vllm(python: str, model: Path, socket: str | None, policy: str = "fail", **options: Any) -> Vllm:
