@@ -121,7 +121,7 @@ def head_to_head_rows(effort: Effort, python: str, folder: Path, is_busy: bool, 
 
     *lifeboat* is the folder of the package lifeboatcache; without it that engine is not measured.
     """
-    sizes = effort.of(Sizes(3, 5), quick=Sizes(1, 1))
+    sizes = effort.of(Sizes(2, 4), quick=Sizes(1, 1))
     model, rows = make_model(python, folder), list[Row]()
     kinds: dict[str, Started] = dict(ENGINES)
     if lifeboat is not None:
