@@ -38,7 +38,7 @@ class _Way(NamedTuple):
 
 # From the page cache, handing over work costs as much as copying 1 MiB, and a piece is verified while it is in the
 # thread's cache. From the disk, fewer and larger reads save more CPU than that.
-_CACHED = _Way(len(os.sched_getaffinity(0)), 8 << 20, 4, 1 << 20)
+_CACHED = _Way(len(os.sched_getaffinity(0)), 8 << 20, 4, 2 << 20)
 _COLD = _Way(NUM_READERS, 1 << 20, 1, 4 << 20)
 
 
