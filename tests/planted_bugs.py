@@ -4088,7 +4088,7 @@ BUGS = [
     Bug(
         "the bytes of a raw block are not compared with its digest",
         "store/lmdb/reader.py",
-        "results[i] = known if _digest(out) == known else Fault.CORRUPT",
+        "results[i] = known if digest_of(out) == known else Fault.CORRUPT",
         "results[i] = known",
         "tests/store/test_store_contract.py",
     ),

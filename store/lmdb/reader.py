@@ -23,7 +23,6 @@ from kvtier.store.slab import Slot
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
 _LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
 
-_digest = digest_for_threads(NUM_READERS)
 _log = logging.getLogger(__name__)
 
 
@@ -193,6 +192,7 @@ class LmdbReader:
         If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
         """
         results: list[bytes | Fault] = [Fault.IO_ERROR] * len(pairs)
+        digest_of = digest_for_threads(NUM_READERS)
         with contextlib.suppress(OSError), self._files.using():
             raw: list[_Raw] = []
             others: list[_Other] = []
@@ -211,7 +211,7 @@ class LmdbReader:
                 failed = self._fill_timed(piece)
                 for slot, out, i, known in piece:
                     if slot not in failed:
-                        results[i] = known if _digest(out) == known else Fault.CORRUPT
+                        results[i] = known if digest_of(out) == known else Fault.CORRUPT
             for stored in _pieces(others, piece_bytes):
                 encoded = [each._replace(memory=_scratch(each.slot)) for each in stored]
                 failed = self._fill_timed(encoded)
