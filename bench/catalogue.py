@@ -111,7 +111,7 @@ RESULTS = [
     _with_engines("connectors_cold", "bench.connectors", "cold"),
     _with_engines("connectors_head_to_head", "bench.connectors", "head_to_head", "--busy", "--lifeboat", str(LIFEBOAT)),
     _with_engines("connectors_faults", "bench.connectors", "faults", is_sampled=True),
-    _with_engines("connectors_tiers", "bench.connectors", "tiers", "tier_cost", "tier_capacity"),
+    _with_engines("connectors_tiers", "bench.connectors", "tiers", "tier_cost", "tier_capacity", "tier_room"),
     _with_engines(
         "connectors_peers", "bench.connectors", "lmcache_l2", "corruption_peers", "generate", is_sampled=True
     ),

@@ -20,6 +20,7 @@ from bench.connectors.lmcache_l2 import l2_rows
 from bench.connectors.tier_capacity import tier_capacity_rows
 from bench.connectors.tier_cost import tier_cost_rows
 from bench.connectors.tier_hits import tier_rows
+from bench.connectors.tier_room import tier_room_rows
 from bench.questions import Ask, answers, parsed
 from bench.report import Row, arguments, publish
 
@@ -31,6 +32,7 @@ QUESTIONS: Mapping[str, Callable[..., list[Row]]] = {
     "tiers": tier_rows,
     "tier_cost": tier_cost_rows,
     "tier_capacity": tier_capacity_rows,
+    "tier_room": tier_room_rows,
     "lmcache_l2": l2_rows,
     "corruption_peers": corruption_rows,
     "generate": generate_rows,

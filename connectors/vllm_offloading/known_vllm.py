@@ -1,9 +1,10 @@
 """The vLLM versions and configurations that kvtier's offloading supports."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
@@ -13,6 +14,7 @@ TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_offloadin
 OF_REGION = ("engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size")
 OF_SPEC = ("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "replicated_layout", "blocks_per_chunk")
 OF_TIER = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
+OF_POOL = ("_get_num_free_chunks", "_num_evictable_cache_chunks")  # a method, and a number
 OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that do not decide a block's bytes
     *("engine_id", "extra_config", "enable_kv_cache_events", "rank", "data_parallel_index", "data_parallel_size"),
     "data_parallel_rank_local",
@@ -111,6 +113,19 @@ def end_tokens(req_context: Any) -> Mapping[bytes, int]:
     """
     known = getattr(req_context, "_offload_key_positions", {})
     return known if isinstance(known, Mapping) else {}
+
+
+def num_available_chunks(parent: Any) -> Callable[[], int] | None:
+    """Return a function that counts the chunks of vLLM's host pool that are free or may be evicted.
+
+    *parent* is the object that vLLM passes to a tier in each step. The result is None if this vLLM does not show its
+    pool. Requests then do not wait for room in the pool.
+    """
+    pool = getattr(getattr(parent, "_m", None), "primary_tier", None)
+    if not all(hasattr(pool, name) for name in OF_POOL):
+        return None
+    num_free, num_evictable = (attrgetter(name) for name in OF_POOL)
+    return lambda: int(num_free(pool)() + num_evictable(pool))
 
 
 def _kept(fields: Mapping[str, Any]) -> dict[str, object]:

@@ -16,16 +16,28 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.connectors.guard import Guard
-from kvtier.connectors.vllm_offloading.known_vllm import check_tier, connector_configs, end_tokens
+from kvtier.connectors.vllm_offloading.known_vllm import (
+    check_tier,
+    connector_configs,
+    end_tokens,
+    num_available_chunks,
+)
 from kvtier.connectors.vllm_offloading.open_tier import (
     open_tier,
     tier_settings,
 )
+from kvtier.connectors.vllm_offloading.pool_room import Verdict
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
 from kvtier.connectors.vllm_offloading.tier_counts import DOCUMENTATION, GAUGES, METRIC_PREFIX
 
 log = logging.getLogger(__name__)
+
+RESULTS = {
+    Verdict.LOAD: LookupResult.HIT,
+    Verdict.WAIT: LookupResult.RETRY,
+    Verdict.COMPUTE: LookupResult.MISS,
+}
 
 
 class KVTier(SecondaryTierManager):
@@ -54,13 +66,13 @@ class KVTier(SecondaryTierManager):
         self._guard = Guard(lambda: None)
         self._num_errors = 0  # errors of the guard that are already in the counts
         self._offers = count()
+        self._sees_pool = False
 
     def on_new_request(self, req_context: Any) -> Any:
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        is_held = self._guard.run(lambda: self._side.holds(key), False)
-        return LookupResult.HIT if is_held else LookupResult.MISS
+        return RESULTS[self._guard.run(lambda: self._side.look_up(key, req_context.req_id), Verdict.COMPUTE)]
 
     def submit_load(self, job_metadata: Any) -> None:
         job, keys = job_metadata, list(job_metadata.keys)
@@ -88,10 +100,14 @@ class KVTier(SecondaryTierManager):
         return [self._result(job) for job in self._guard.run_always(self._side.take_ended, [])]
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._guard.run(lambda: self._side.on_request_finished(_chain_of(req_context)), None)
+        self._guard.run_always(lambda: self._side.on_request_finished(_chain_of(req_context), req_context.req_id), None)
 
     def serve_external_requests(self, parent: Any) -> None:
+        self._guard.run(lambda: self._see_pool(parent), None)
         self._guard.run(lambda: self._offer_again(parent), None)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._guard.run_always(self._side.on_step_end, None)
 
     def drain_jobs(self) -> None:
         self._guard.run_always(self._side.start_new_lineage, None)  # only vLLM's `reset_cache` calls `drain_jobs`
@@ -123,6 +139,11 @@ class KVTier(SecondaryTierManager):
         num_bytes = len(job.good) * self.block_size_bytes
         is_good = len(job.good) == len(job.keys)
         return JobResult(job.job_id, is_good, job.good if job.is_load else None, job.took_s, num_bytes)
+
+    def _see_pool(self, parent: Any) -> None:
+        if not self._sees_pool:
+            self._sees_pool = True
+            self._side.see_pool(num_available_chunks(parent) or (lambda: 1))
 
     def _offer_again(self, parent: Any) -> None:
         """Store blocks that the disk refused earlier, if vLLM still has them in its host pool."""

@@ -15,6 +15,7 @@ class TierCounts:
     stored_blocks: int = 0  # including blocks that were on disk already
     unstored_blocks: int = 0  # refused by the disk
     offered_again_blocks: int = 0  # the part of `unstored_blocks` that was offered to the disk again
+    waited_requests: int = 0  # that waited for room in vLLM's host pool
     errors: int = 0  # internal errors of the tier
 
     def take(self) -> dict[str, int]:
@@ -32,6 +33,7 @@ DOCUMENTATION = {
     "stored_blocks": "Blocks that vLLM offered and that are on disk.",
     "unstored_blocks": "Blocks that vLLM offered and the disk did not store.",
     "offered_again_blocks": "Blocks that the disk did not store and that were offered to it again.",
+    "waited_requests": "Requests that waited until vLLM's host memory had room for their blocks from disk.",
     "errors": "Internal errors of the tier; it finds and stores nothing for a minute after each.",
 }
 GAUGES = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
+from kvtier.connectors.vllm_offloading.pool_room import PoolRoom, Verdict
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain, group_of
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
@@ -77,14 +78,30 @@ class TierSide:
         self._disk = disk
         self._jobs = RowJobs(disk, pool, row_bytes, clock)
         self._holes = Holes(clock)
+        self._room = PoolRoom(len(pool) // row_bytes, clock)
         self._longest_job_s = longest_job_s
         self._clock = clock
         self._gauges_at = float("-inf")
         self._num_corrupt = 0  # corrupt blocks that are already in the counts
 
+    def see_pool(self, num_available: Callable[[], int]) -> None:
+        """Set *num_available*, which returns the number of the pool's chunks that are free or that vLLM may evict."""
+        self._room.see(num_available)
+
     def holds(self, key: bytes) -> bool:
         """Return whether the block is on disk, without waiting."""
         return self._jobs.holds(key)
+
+    def look_up(self, key: bytes, request_id: str) -> Verdict:
+        """Return what vLLM does about a block that is not in its host pool, without waiting.
+
+        If the result is `LOAD`, vLLM takes a chunk of its pool for the block before the next call.
+        """
+        return self._room.verdict(request_id, key) if self.holds(key) else Verdict.COMPUTE
+
+    def on_step_end(self) -> None:
+        """Prepare for the lookups of vLLM's next step."""
+        self._room.on_step_end()
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read blocks from disk into the chunks *chunk_ids* of vLLM's host pool."""
@@ -130,8 +147,9 @@ class TierSide:
                         self._holes.add(key, job.parents.get(key))
         return ended
 
-    def on_request_finished(self, chain: RequestChain) -> None:
+    def on_request_finished(self, chain: RequestChain, request_id: str) -> None:
         """Mark the request's blocks on disk as just used, even if the request got them from another tier."""
+        self.counts.waited_requests += self._room.on_finished(request_id)
         for keys in chain.groups:
             self._jobs.touch(keys[-TOUCHED_KEYS:])
 

@@ -215,7 +215,7 @@ def test_a_prompt_that_is_used_again_outlives_others_whichever_tier_it_came_from
     tier.store(used)
     for prompt in prompts:
         tier.store(prompt)
-        tier.side.on_request_finished(used.chain)
+        tier.side.on_request_finished(used.chain, "used")
     held, other = tier.held(used.keys), tier.held(prompts[0].keys)
     tier.side.close()
 

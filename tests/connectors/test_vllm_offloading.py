@@ -78,7 +78,9 @@ def failures(running: Vllm) -> dict[str, float]:
 def tier_counts(running: Vllm) -> dict[str, int]:
     """KVTier's counters in vLLM's metrics, but for what is on disk now."""
     counts = running.counts("kvtier_tier_")
-    return {name: number for name, number in counts.items() if name.endswith(("_blocks", "_loads", "errors"))}
+    return {
+        name: number for name, number in counts.items() if name.endswith(("_blocks", "_loads", "_requests", "errors"))
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
@@ -228,7 +230,9 @@ def test_weights_that_are_updated_in_place_find_nothing_of_before_and_leave_the_
     assert new["tokens"] != cold["tokens"]
 
 
-def test_a_batch_larger_than_the_host_pool_is_right_and_loads_what_fits(model: Path, store: Path) -> None:
+def test_requests_wait_for_room_in_a_host_pool_smaller_than_their_batch_instead_of_being_computed(
+    model: Path, store: Path
+) -> None:
     prompts = [prompt(seed, 6 * BLOCK + 2) for seed in range(10, 16)]
     block_bytes = 4 * 2 * 2 * 64 * BLOCK * 4
     with engine(model, store, host_bytes=20 * block_bytes, max_num_seqs=8) as small:
@@ -242,9 +246,25 @@ def test_a_batch_larger_than_the_host_pool_is_right_and_loads_what_fits(model: P
         seen, counts = failures(small), tier_counts(small)
 
     assert together["tokens"] == alone
-    assert together["scheduled"] < 6 * (6 * BLOCK + 2)
-    assert counts["loaded_blocks"] >= 3 * 6
-    assert not {name: n for name, n in seen.items() if "job_failures" in name}
+    assert together["scheduled"] == 6 * 2
+    assert counts["loaded_blocks"] >= 6 * 6
+    assert counts["waited_requests"] >= 1
+    assert not seen
+
+
+def test_of_a_prompt_larger_than_the_host_pool_what_fits_is_loaded_and_the_rest_is_computed(
+    model: Path, store: Path
+) -> None:
+    long = prompt(20, 30 * BLOCK + 2)
+    block_bytes = 4 * 2 * 2 * 64 * BLOCK * 4
+    with engine(model, store, host_bytes=20 * block_bytes) as small:
+        cold = small.generate([long])
+        small.settle()
+        small.forget()
+        again = small.generate([long])
+
+    assert again["tokens"] == cold["tokens"]
+    assert again["scheduled"] < cold["scheduled"]
 
 
 def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(model: Path, store: Path) -> None:
