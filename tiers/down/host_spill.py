@@ -120,8 +120,7 @@ class HostSpill:
         """
         ids = np.array(slots, np.intp)
         ids = ids[group.pool.are_named(ids)]
-        ids = ids[np.isin(ids, self.copies.slots(group.pool), invert=True)]
-        ids = ids[:MAX_STARTED]
+        ids = self.copies.without(group.pool, ids)[:MAX_STARTED]
         while len(ids):
             limit = self._limit(group, group.pool.num_slots)
             if not self._start(group, ids[:limit][::-1]):

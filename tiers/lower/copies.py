@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.eviction_order import NamedSpan
-from kvtier.tiers.device.slot_ids import NOTHING, Ids
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -109,9 +109,13 @@ class Copies(Generic[AnyBatch]):
         limit = min(batch_blocks, num_lendable // 4 - num_lent)
         return max(limit, 0 if under_way else 1)
 
-    def slots(self, upper: BlockPool) -> Ids:
-        """Return the slots of the pool *upper* from which batches are being copied."""
-        return np.concatenate([NOTHING, *(batch.source_slots for batch in self.batches if batch.upper is upper)])
+    def without(self, upper: BlockPool, slots: Ids) -> Ids:
+        """Return those of *slots* (of the pool *upper*) from which no batch is being copied, in the same order."""
+        copying = [batch.source_slots for batch in self.batches if batch.upper is upper]
+        if not copying:
+            return slots
+        kept: Ids = slots[np.isin(slots, np.concatenate(copying), invert=True)]
+        return kept
 
     def num_leases(self, upper: BlockPool) -> int:
         """Return how many leases the batches hold on slots of the pool *upper*."""

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.store.blob_store import Blob, StoreFull
+from kvtier.store.record import DIGEST_BYTES
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.copies import HUNG_COPY_S, CleanAhead, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import tenant_with
 from kvtier.transfer.block_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -100,10 +103,10 @@ class DiskSpill:
         pool, limit = self._host[group_id].pool, 0
         if self._host[group_id].dirty and self._disk.may_write():
             limit = self.copies.max_blocks(pool, self._batch_blocks[group_id])
-        slots = self._dirty(group_id, limit) if limit else NOTHING
+        slots, rows = self._dirty(group_id, limit) if limit else (NOTHING, [])
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
-        batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, attempt)
+        batch = DiskBatch(pool, rows, slots, self._clock(), group_id, attempt)
         num_bytes = len(slots) * self._memories[group_id].block_bytes
         if not self.copies.start(
             batch, num_bytes, self._work(batch), lambda transfer: self._on_written(batch, transfer)
@@ -112,35 +115,45 @@ class DiskSpill:
             return 0
         return len(slots)
 
-    def _dirty(self, group_id: int, limit: int) -> Ids:
-        """Return up to *limit* dirty host slots that are not being written.
+    def _dirty(self, group_id: int, limit: int) -> tuple[Ids, list[NamedSpan]]:
+        """Return up to *limit* dirty host slots that are not being written, and the names of their blocks.
 
         Slots whose block turns out to be on disk are marked clean and left out.
         """
         pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
-        on_the_way = self.copies.slots(pool)
-        slots = dirty.oldest(limit + len(on_the_way))
-        slots = slots[np.isin(slots, on_the_way, invert=True)][:limit]
-        is_on_disk = self._disk.are_held(group_id, [name for row in pool.rows(slots) for name in row.names])
+        num_on_the_way = self.copies.num_leases(pool)
+        slots = self.copies.without(pool, dirty.oldest(limit + num_on_the_way))[:limit]
+        rows = pool.rows(slots)
+        is_on_disk = self._disk.are_held(group_id, [name for row in rows for name in row.names])
+        if not is_on_disk.any():
+            return slots, rows
         dirty.remove(slots[is_on_disk])
-        return slots[~is_on_disk]
+        return slots[~is_on_disk], pool.rows(slots[~is_on_disk])
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
-        """Return a function that writes the batch, for a copy thread to call. It uses no state of this object."""
-        disk, memory = self._disk, self._memories[batch.group_id]
-        digest_of = self._index.host_blocks[batch.group_id].digest
-        blobs = [
-            Blob(
-                disk.key(batch.group_id, name),
-                digest_of(slot),
-                memory.host_block(slot),
-                b"" if origin.parent is None else disk.key(batch.group_id, origin.parent),
-                origin.tenant,
-            )
-            for name, slot in zip(batch.names, batch.source_slots.tolist(), strict=True)
-            for origin in [self._index.origin_in_host(batch.group_id, slot)]
-        ]
-        return lambda: disk.write(blobs)
+        """Return a function that writes the batch, for a copy thread to call. It uses no state of this object.
+
+        The copy thread creates the `Blob` objects, so that the owner's thread spends little time per block.
+        """
+        disk, memory, group_id = self._disk, self._memories[batch.group_id], batch.group_id
+        blocks, names, slots = self._index.host_blocks[group_id], batch.names, batch.source_slots.tolist()
+        parents = self._index.parents(group_id, batch.rows)
+        digests, tenants = blocks.digests(batch.source_slots), blocks.tenants(batch.source_slots).tolist()
+
+        def write() -> object:
+            blobs = [
+                Blob(
+                    disk.key(group_id, name),
+                    digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES],
+                    memory.host_block(slot),
+                    b"" if parent is None else disk.key(group_id, parent),
+                    tenant_with(tenant),
+                )
+                for place, (name, slot, parent, tenant) in enumerate(zip(names, slots, parents, tenants, strict=True))
+            ]
+            return disk.write(blobs)
+
+        return write
 
     def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
         """End a batch whose write has finished. Add its blocks to the index, and remove blocks that were evicted."""

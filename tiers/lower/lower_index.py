@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES, Fault
+from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.ghosts import NUM_GHOSTS
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
@@ -171,6 +172,12 @@ class LowerIndex:
         parent = None if self.forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
+    def parents(self, group_id: int, rows: Sequence[NamedSpan]) -> list[BlockName | None]:
+        """Return for each block of *rows* its parent, like `origin_in_host`."""
+        if self.forgets[group_id]:
+            return [None for row in rows for _ in row.names]
+        return [parent for row in rows for parent in (*row.names[1:], row.parent)]
+
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
         """Mark blocks in these host slots as dirty (to be written to disk) if the disk lacks them and admits them.
 
@@ -184,9 +191,7 @@ class LowerIndex:
         ids = ids[pool.are_named(ids) & ~dirty.among(ids)]
         rows = pool.rows(ids)
         names = [name for row in rows for name in row.names]
-        parents: list[BlockName | None] = [None] * len(names)
-        if not self.forgets[group_id]:
-            parents = [parent for row in rows for parent in (*row.names[1:], row.parent)]
+        parents = self.parents(group_id, rows)
         is_asking = ~self.disk.are_held(group_id, names)
         if not is_asking.all():
             ids, asking = ids[is_asking], is_asking.tolist()

@@ -89,6 +89,8 @@ class NameSet:
         tags = _tags(rows)
         buckets = self._buckets(tags)
         hits = np.flatnonzero(self._tags.all.take(buckets, axis=0) == tags[:, None])
+        if not len(hits) and not self._over:
+            return found
         which = hits >> 4
         places = self._places.all.reshape(-1).take((buckets.take(which) << 4) + (hits & (WIDTH - 1)))
         unequal = self._rows.all.take(places, axis=0) ^ rows.take(which, axis=0)

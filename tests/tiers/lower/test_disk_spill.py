@@ -1,16 +1,21 @@
 """Writes to disk on their way: what the store pushes out meanwhile is not there, and nobody waits for a hung one."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from chaos import NAMESPACE, FakeClock
-from test_lower_tiers import BLOCK_BYTES, GROUPS, Bed, WaitingLane
+from test_lower_tiers import BLOCK_BYTES, GROUPS, Bed, WaitingLane, content
 
+from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import digest
 from kvtier.tiers.lower import disk_spill
 from kvtier.tiers.lower.copies import HUNG_COPY_S
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import EvictionCause
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished
@@ -139,3 +144,28 @@ def test_writes_behind_one_that_hangs_are_waited_for_only_while_some_get_past_it
     assert bed.tiers.status.is_making_room
     bed.clock.now += HUNG_COPY_S + 0.1
     assert not bed.tiers.status.is_making_room
+
+
+def test_a_copy_thread_and_not_the_owner_makes_the_blobs_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_spill, "MAX_IN_BATCH", 64)
+    bed = SpillBed(num_records=32)
+    bed.put("a", 5)
+    looked_at: list[int] = []
+    stored: list[Blob] = []
+    host_block, put_many = bed.memories[0].host_block, bed.store.put_many
+    monkeypatch.setattr(bed.memories[0], "host_block", lambda slot: looked_at.append(slot) or host_block(slot))
+    monkeypatch.setattr(bed.store, "put_many", lambda blobs: stored.extend(blobs) or put_many(blobs))
+
+    bed.tiers.hints.spill()
+    assert not looked_at
+    bed.write()
+
+    names = bed.names("a", 5)
+    keys = [bed.tiers.index.disk.key(0, name) for name in names]
+    assert {blob.key: blob.parent for blob in stored} == dict(zip(keys, [b"", *keys], strict=False))
+    assert all(blob.digest == digest(blob.raw) and blob.raw == content(name) for blob, name in _pairs(stored, names))
+
+
+def _pairs(stored: Sequence[Blob], names: Sequence[BlockName]) -> list[tuple[Blob, BlockName]]:
+    """The blobs, in the order in which they were stored, with the names of the blocks that they hold."""
+    return [(blob, name) for blob in stored for name in names if name in blob.key]
