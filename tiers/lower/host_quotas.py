@@ -148,10 +148,10 @@ class HostQuotas:
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
         slots, end = host.pool.order.part(start, QUOTA_PART)
-        own = slots[self._host_blocks[group_id].of_tenant(slots, tenant)].tolist()
-        dirty = host.dirty
-        clean_first = sorted(own, key=lambda slot: slot in dirty)
-        going = clean_first[: min(num_blocks, MAX_SHED)]
+        own = slots[self._host_blocks[group_id].of_tenant(slots, tenant)]
+        is_dirty = host.dirty.among(own)
+        limit = min(num_blocks, MAX_SHED)
+        going = np.concatenate([own[~is_dirty], own[is_dirty]])[:limit]  # clean blocks first
         host.evict(going, EvictionCause.QUOTA)
         if len(going) < num_blocks:
             left = start if len(going) < len(own) else end

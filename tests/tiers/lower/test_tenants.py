@@ -1,7 +1,9 @@
 """Tenants: each tenant's blocks are counted, and a quota costs its own tenant blocks and no other."""
 
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -9,10 +11,15 @@ from chaos import World
 from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.eviction_order import EvictionOrder
+from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower import host_quotas
+from kvtier.tiers.lower.host_quotas import MAX_SHED, QUOTA_PART, HostBlocks, HostQuotas
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.named_blocks import NO_TENANT, tenant_of, tenant_with
+from kvtier.tiers.naming.named_blocks import NO_TENANT, number_of, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 
 BLOCK_SIZE = 4
@@ -99,6 +106,46 @@ def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeyp
     host = w.index.host
     assert [host[0].pool.find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
     w.check()
+
+
+def test_a_part_full_of_a_tenants_blocks_takes_no_python_call_for_each_of_them() -> None:
+    evicted: list[int] = []
+    are_dirty: list[bool] = []
+
+    def on_forgotten(
+        slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None], cause: EvictionCause
+    ) -> None:
+        evicted.extend(slots.tolist())
+        are_dirty.extend(name in were_dirty for name in names)
+
+    host = GroupSlots(QUOTA_PART, True, on_forgotten)
+    blocks = HostBlocks(QUOTA_PART)
+    quotas = HostQuotas({ANN: 0}, [host], [blocks], [1])
+    slots = host.take(QUOTA_PART, 0)
+    assert slots is not None
+    ids = np.array(slots, np.intp)
+    host.pool.commit(slots, [BlockName(number.to_bytes(32, "big")) for number in range(QUOTA_PART)])
+    owners = np.full(QUOTA_PART, number_of(ANN), np.uint64)
+    blocks.record(ids, bytes(QUOTA_PART * DIGEST_BYTES), owners)
+    quotas.add(0, owners)
+    host.pool.release(slots)
+    host.dirty.add(ids[: QUOTA_PART - MAX_SHED // 2])  # the last ones of the order are clean
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        quotas.enforce(0, ANN)
+    finally:
+        sys.setprofile(None)
+
+    assert len(evicted) == MAX_SHED
+    assert sum(are_dirty) == MAX_SHED - MAX_SHED // 2
+    assert set(ids[-(MAX_SHED // 2) :].tolist()) <= set(evicted)
+    assert num_calls < QUOTA_PART // 4
 
 
 def test_over_its_quota_on_disk_too() -> None:
