@@ -18,6 +18,7 @@ from kvtier.connectors.disk_below.job import Outcomes
 from kvtier.connectors.disk_below.open import open_disk_below
 from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.engine.config import DiskConfig
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.pages import back_file
 
@@ -88,11 +89,13 @@ class StagedDisk:
     exceptions. All methods except `close` may be called from any thread.
     """
 
-    def __init__(self, config: DiskConfig, namespace: bytes, row_bytes: int) -> None:
+    def __init__(
+        self, config: DiskConfig, namespace: bytes, row_bytes: int, writes: DiskWrites = DiskWrites.DIRECT
+    ) -> None:
         """Open the store on disk.
 
         *namespace* is a 16-byte digest of everything that decides a block's bytes, apart from the block's name.
-        *row_bytes* is the size of a block.
+        *row_bytes* is the size of a block. *writes* is used if *config* does not say how to write.
 
         Raises:
             ValueError: If the configuration cannot be used.
@@ -105,7 +108,7 @@ class StagedDisk:
             self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
             # The store's process maps the file, which must be open until then. Closing it deletes its name, if it has
             # one, so a process that is killed later leaves no file behind.
-            self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory])
+            self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory], writes=writes)
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for part in range(NUM_PARTS):

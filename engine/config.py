@@ -140,6 +140,11 @@ class DiskConfig(Table, frozen=True, kw_only=True):
             machine. With "interval", those blocks survive that were stored before the latest checkpoint. With "commit",
             all blocks survive.
         checkpoint_s: Seconds between two checkpoints with the durability "interval".
+        writes: How blocks are written. "direct" writes past the page cache (O_DIRECT), which takes less processor time.
+            "buffered" writes through the page cache, so that blocks which are read again soon come from memory. By
+            default, KVTierL2 (below LMCache) and KVTierCache (transformers) use "buffered", all others "direct".
+        min_free: Bytes of the file system that are left free for other programs. If fewer are free, new blocks are
+            stored only in the place of old ones.
         max_written_bytes_per_day: Maximum number of bytes written per day. A quarter is reserved for blocks that are
             used a second time.
         endurance: TBW rating of the drive in bytes, for the metrics of drive life.
@@ -154,6 +159,8 @@ class DiskConfig(Table, frozen=True, kw_only=True):
     read_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
     durability: Literal["process", "interval", "commit"] = "process"
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 10.0
+    writes: Literal["direct", "buffered"] | None = None
+    min_free: ByteSize = parse_bytes("1GiB")
     max_written_bytes_per_day: ByteSize | None = None
     endurance: ByteSize | None = None
     encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None

@@ -11,7 +11,7 @@ from kvtier.engine.config import DiskConfig
 from kvtier.engine.observability.records.recent_records import RecentRecords
 from kvtier.engine.observability.records.request_log import open_request_log
 from kvtier.engine.observability.tracing.tracer import Tracer
-from kvtier.engine.stores.disk_store import codec_of_others, store_settings
+from kvtier.engine.stores.disk_store import BACKGROUND_NICENESS, codec_of_others, store_settings
 from kvtier.engine.stores.remote_store import open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.sidecar.config import SidecarConfig
@@ -153,5 +153,5 @@ def _lanes(finished: FinishedTransfers) -> dict[Route, Lane]:
 
 
 def _open_store(config: SidecarConfig, disk: DiskConfig, segment: Segment) -> ReopeningStore:
-    settings = store_settings(disk, codec_of_others(disk), config.tenants)
+    settings = store_settings(disk, codec_of_others(disk), config.tenants, writer_niceness=BACKGROUND_NICENESS)
     return ReopeningStore(settings, [SharedMemory(*segment.span)])

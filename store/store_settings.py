@@ -7,6 +7,7 @@ from pathlib import Path
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 
@@ -16,7 +17,8 @@ class StoreSettings:
     """The arguments for opening an `LmdbStore`, so that it can be opened later or by another process.
 
     *folder* is made absolute, because that process may have another working directory. *owner* is the pid
-    that the store's lock file names as its owner (None: the process that opens the store).
+    that the store's lock file names as its owner (None: the process that opens the store). *writer_niceness* is added
+    to the niceness of the threads that store blocks, if the store has a process of its own.
     """
 
     folder: Path
@@ -27,6 +29,9 @@ class StoreSettings:
     interval_s: float = 10.0
     quotas: Mapping[bytes, int] = field(default_factory=dict)
     owner: int | None = None
+    writes: DiskWrites = DiskWrites.DIRECT
+    reserve_bytes: int = 0
+    writer_niceness: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", self.folder.absolute())  # frozen
@@ -42,4 +47,6 @@ class StoreSettings:
             self.interval_s,
             self.quotas,
             self.owner,
+            self.writes,
+            self.reserve_bytes,
         )

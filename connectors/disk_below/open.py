@@ -10,6 +10,7 @@ from kvtier.engine.config import DiskConfig
 from kvtier.engine.machine_limits import refuse_more_than_disk
 from kvtier.engine.stores.disk_store import codec_of_others, refuse_small, store_settings
 from kvtier.engine.stores.reopening_store import ReopeningStore
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.transfer.lane import Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route
@@ -27,6 +28,7 @@ def open_disk_below(
     row_bytes: Callable[[int], int],
     memories: Sequence[memoryview] = (),
     num_groups: int = 1,
+    writes: DiskWrites = DiskWrites.DIRECT,
 ) -> DiskBelow:
     """Open the configured store as a disk tier for an engine. The caller must close it.
 
@@ -41,13 +43,14 @@ def open_disk_below(
         memories: The regions of memory that contain the engine's blocks. If a region is a shared mapping of a file, the
             store's process accesses it directly. Otherwise bytes are copied between the processes.
         num_groups: Number of groups of blocks, which are numbered from 0. All blocks of a group have the same size.
+        writes: How blocks are written if *config* does not say it.
 
     Raises:
         ValueError: If the configuration cannot be used. The message says what to do.
     """
     refuse_more_than_disk(config)
     refuse_small(config, sum(row_bytes(group_id) for group_id in range(num_groups)))
-    settings = store_settings(config, codec_of_others(config))
+    settings = store_settings(config, codec_of_others(config), writes=writes)
     shared = [file for memory in memories if (file := open_backing_file(memory)) is not None]
     store = ReopeningStore(settings, shared, timeout_s=config.read_timeout_s)
 

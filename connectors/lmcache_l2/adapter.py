@@ -20,6 +20,7 @@ from kvtier.connectors.disk_below.row_index import BlockRow
 from kvtier.connectors.guard import Guard
 from kvtier.connectors.lmcache_l2.object_names import check_lmcache, namespace_of
 from kvtier.connectors.lmcache_l2.objects_on_disk import ObjectsOnDisk, Outcomes, Settings, settings_of
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.tiers.lower.breaker import BreakerState
 
 INDEXING_WAIT_S = 5.0  # max wait at the start; objects that are indexed later are found by later lookups
@@ -67,7 +68,13 @@ class KVTierL2(L2AdapterInterface):
         self._settings = config.settings
         namespace = namespace_of(version("lmcache"), config.settings.weights)
         memories = [] if l1_memory_desc is None else [_memory(l1_memory_desc)]
-        self._disk = open_disk_below(config.settings, namespace, lambda num_bytes: num_bytes, memories)
+        self._disk = open_disk_below(
+            config.settings,
+            namespace,
+            lambda num_bytes: num_bytes,
+            memories,
+            writes=DiskWrites.BUFFERED,  # LMCache may load at once what it has just stored
+        )
         self._disk.wait_indexed(INDEXING_WAIT_S)
         self._objects = ObjectsOnDisk(self._disk)
         self._guard = Guard(lambda: None)

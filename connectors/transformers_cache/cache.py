@@ -22,6 +22,7 @@ from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.engine.one_caller import OneCaller
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.naming.namespace import Namespace
 
@@ -101,7 +102,7 @@ class KVTierCache:
             hash_algorithm=HashAlgorithm.SHA256,
             hash_seed=HashAlgorithm.SHA256.default_seed,
         )
-        staged = StagedDisk(config, namespace.digest, layout.row_bytes)
+        staged = StagedDisk(config, namespace.digest, layout.row_bytes, DiskWrites.BUFFERED)
         staged.wait_indexed(INDEXED_WAIT_S)
         return cls(model, layout, staged)
 

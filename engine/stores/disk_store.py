@@ -10,6 +10,7 @@ from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.data_file import capacity_within, max_bytes
 from kvtier.store.process.channel import SharedMemory
@@ -20,6 +21,7 @@ from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.block_memory import BlockMemory
 
+BACKGROUND_NICENESS = 10  # of writers that no request waits for: computing goes first
 MIN_BLOCKS = 8  # of all groups together; with fewer, LMDB's index alone fills the store
 _ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
 _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
@@ -37,7 +39,7 @@ def open_store(
     """
     block_bytes = sum(memory.block_bytes for memory in memories)
     refuse_small(config, block_bytes)
-    settings = store_settings(config, codec_of(config, dtype), tenants)
+    settings = store_settings(config, codec_of(config, dtype), tenants, writer_niceness=BACKGROUND_NICENESS)
     return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
 
 
@@ -51,9 +53,16 @@ def refuse_small(config: DiskConfig, block_bytes: int) -> None:
 
 
 def store_settings(
-    config: DiskConfig, codec: Codec | CodecChoice, tenants: Mapping[str, TenantConfig] = MappingProxyType({})
+    config: DiskConfig,
+    codec: Codec | CodecChoice,
+    tenants: Mapping[str, TenantConfig] = MappingProxyType({}),
+    writes: DiskWrites = DiskWrites.DIRECT,
+    writer_niceness: int = 0,
 ) -> StoreSettings:
-    """Return the settings of the configured store. Raises the errors of `cipher_of`."""
+    """Return the settings of the configured store. *writes* is used if the configuration does not say how to write.
+
+    Raises the errors of `cipher_of`.
+    """
     return StoreSettings(
         Path(config.path),
         capacity_within(config.capacity),
@@ -62,6 +71,9 @@ def store_settings(
         Durability(config.durability),
         config.checkpoint_s,
         {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
+        writes=writes if config.writes is None else DiskWrites(config.writes),
+        reserve_bytes=config.min_free,
+        writer_niceness=writer_niceness,
     )
 
 

@@ -83,6 +83,9 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
     is longer than the raw block, except for the 44 bytes that encryption adds. A block that is neither encoded nor
     encrypted is not copied. Raises ValueError if *codec* cannot encode the block.
     """
+    if codec is NO_CODEC and cipher is None:
+        header = Record.pack_plain(blob.key, blob.raw.nbytes, blob.digest)
+        return Sealed(blob.key, header, blob.raw, charged_bytes(blob.raw.nbytes))
     codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
     known = blob.digest if codec.is_lossless else _digest_of_decoded(codec, payload, blob)
     record = Record(

@@ -1,13 +1,15 @@
 """`Change`: a write transaction on all sub-databases of an LMDB store together."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
+from kvtier.store.lmdb.reserved_slots import ReservedSlot
 from kvtier.store.lmdb.tables import (
     BYTES_OF_TENANT,
     COUNTERS_KEY,
@@ -17,6 +19,7 @@ from kvtier.store.lmdb.tables import (
     SEQUENCE,
     SLOTS,
     SPARE_PAGES,
+    Counters,
     RecordRow,
     Tables,
     ascending,
@@ -33,11 +36,20 @@ MAX_SECOND_CHANCES = 160
 _MAX_HOLES = 128
 REMOVAL_BYTES = 8 << 20
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
-_ROWS_AT_ONCE = 16
+_ROWS_AT_ONCE = 64
 
 
-class NoFreeSlot(Exception):
-    """Error raised if no free slot of the wanted size can be reused, and a new slot would take too much disk space."""
+def last_usable(counters: Counters, synced_change: int | None) -> int:
+    """Return the number of the last change whose freed slots may be reused, see `Change`."""
+    return counters.num_changes if synced_change is None else synced_change
+
+
+class NewRecord(NamedTuple):
+    """A record to add: *blob* as it is stored, and the slot that has its payload."""
+
+    sealed: Sealed
+    blob: Blob
+    slot: Slot
 
 
 class Change:
@@ -53,7 +65,12 @@ class Change:
     """
 
     def __init__(
-        self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None, num_chances: int
+        self,
+        tables: Tables,
+        txn: "lmdb.Transaction[bytes]",
+        synced_change: int | None,
+        num_chances: int,
+        reserved: Container[Slot] = (),
     ) -> None:
         """Begin a change of *tables* in the write transaction *txn*.
 
@@ -64,49 +81,54 @@ class Change:
                 changes freed are not reused: after a machine crash the store returns to the checkpoint, in which these
                 slots hold records. None for a store without checkpoints; it may reuse all slots freed before.
             num_chances: Maximum number of records that evictions may skip because they are marked as recently used.
+            reserved: Slots that puts may be writing to, and whose disk space is not released.
         """
         self._tables = tables
         self._txn = txn
+        self._reserved = reserved
         self.counters = tables.counters(txn)
-        self._usable_before = self.counters.num_changes if synced_change is None else synced_change
+        self._usable_before = last_usable(self.counters, synced_change)
         self.counters.num_changes += 1
         self._num_chances_left = num_chances
         self._num_written = 0
         self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
-    def mark(self, key: bytes) -> bool:
-        """Mark the record of *key*, so that eviction skips it once. Returns False if there is no record."""
-        packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        if packed is None:
-            return False
-        row = RecordRow.unpack(key, packed)
-        if not row.is_marked:
-            self._txn.put(key, row._replace(is_marked=True).pack(key), db=self._tables.records)
-        return True
+    def mark(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Mark the records of *keys*, so that eviction skips each of them once. Return the keys that have a record."""
+        rows = self._rows_of(keys)
+        for key, row in rows.items():
+            if not row.is_marked:
+                self._txn.put(key, row._replace(is_marked=True).pack(key), db=self._tables.records)
+        return set(rows)
 
-    def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
-        """Allocate *num_slots* slots of *num_bytes*. All slots together may take at most *limit_bytes* on disk.
+    def take(self, slots: Iterable[ReservedSlot]) -> None:
+        """Take *slots* for records that this change adds. The reserved slots are not free any more.
 
-        Returns two lists: the allocated slots, and free slots that were turned into holes (see `give_back`) to stay
-        within the limit. The caller must release the disk space of the holes (punch them) before it writes to the
-        allocated slots. Raises `NoFreeSlot` if there are not enough slots.
+        A slot that lies beyond the end of its slab makes the slab longer. Slots between the old end and the new one,
+        which other puts have reserved, become holes until they are taken.
         """
-        numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
-        slots = [Slot(num_bytes, number) for number in numbers]
-        missing = num_slots - len(slots)
-        self.counters.slab_bytes += missing * num_bytes
-        to_punch: list[Slot] = []
-        if missing and self.counters.slab_bytes > limit_bytes:
-            to_punch = self.give_back(limit_bytes)
-            if self.counters.slab_bytes > limit_bytes:
-                raise NoFreeSlot
-        return slots + self._new_slots(num_bytes, missing), to_punch
+        for slot, freed_by in sorted(slots):
+            if freed_by is not None:
+                if not self._txn.delete(FREE.pack(slot.num_bytes, freed_by, slot.number), db=self._tables.free):
+                    raise lmdb.CorruptedError("a reserved slot is not listed as free")
+                continue
+            self.counters.slab_bytes += slot.num_bytes
+            end = self._end_of(slot.num_bytes)
+            if slot.number < end:
+                if not self._txn.delete(HOLE.pack(*slot), db=self._tables.holes):
+                    raise lmdb.CorruptedError("a reserved slot is not listed as a hole")
+                continue
+            for number in range(end, slot.number):
+                self._add_hole(Slot(slot.num_bytes, number))
+            size = slot.num_bytes.to_bytes(4, "big")
+            self._txn.put(size, SLOTS.pack(size, slot.number + 1), db=self._tables.slabs)
 
     def give_back(self, limit_bytes: int, limit: int = _MAX_HOLES) -> list[Slot]:
         """Turn free slots into holes (slots without disk space) until all slots take at most *limit_bytes* on disk.
 
         Returns the new holes, whose disk space the caller must release. The slots may still take more than
-        *limit_bytes*: at most *limit* holes are made, and slots whose records a crash may bring back are left alone.
+        *limit_bytes*: at most *limit* holes are made. Slots whose records a crash may bring back are left alone, and so
+        are slots that puts have reserved.
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
@@ -116,47 +138,70 @@ class Change:
                 if len(to_punch) == limit or excess_bytes <= 0:
                     break
                 num_bytes, change, number = FREE.unpack_key(key, row)
-                if change <= self._usable_before:
+                if change <= self._usable_before and Slot(num_bytes, number) not in self._reserved:
                     found.append(key)
                     to_punch.append(Slot(num_bytes, number))
                     excess_bytes -= num_bytes
         for key, slot in zip(found, to_punch, strict=True):
             self._txn.delete(key, db=self._tables.free)
-            hole = HOLE.pack(*slot)
-            self._txn.put(hole, checksum(hole), db=self._tables.holes)
+            self._add_hole(slot)
             self.counters.slab_bytes -= slot.num_bytes
         return to_punch
 
-    def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
-        """Add a record for *blob*, whose value is in *slot*, as the newest record. Its key must be new.
+    def add(self, records: Sequence[NewRecord]) -> None:
+        """Add *records* as the newest ones, the last one as the newest of all. Their keys must be new.
 
-        The record of the parent block is marked as recently used, so that it is not evicted before this record. It is
-        not marked if this change adds it later (its key is in *coming*): then it will be newer than this record anyway.
+        The record of a parent block is marked as recently used, so that it is not evicted before its child. It is not
+        marked if it comes later in *records*: then it is newer than the child anyway.
         """
-        tenant = blob.tenant or NO_TENANT
-        self._append(
-            sealed.key, RecordRow(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming
-        )
-        self.counters.num_records += 1
-        self.counters.stored_bytes += sealed.charged_bytes
-        self._num_written += sealed.payload.nbytes
-        self._charge(tenant, sealed.charged_bytes)
+        rows: dict[bytes, RecordRow] = {}
+        places: list[tuple[bytes, bytes]] = []
+        owned: list[tuple[bytes, bytes]] = []
+        parents: set[bytes] = set()
+        coming = {record.sealed.key for record in records}
+        for sealed, blob, slot in records:
+            key, tenant, parent = sealed.key, blob.tenant or NO_TENANT, blob.parent
+            coming.discard(key)
+            place = SEQUENCE.pack(self.counters.next_sequence)
+            rows[key] = RecordRow(
+                self.counters.next_sequence, sealed.charged_bytes, False, tenant, slot, sealed.header, parent
+            )
+            self.counters.next_sequence += 1
+            places.append((place, _place_row(place, tenant, key)))
+            if tenant != NO_TENANT:
+                owned.append((tenant + place, key))
+                self._charge(tenant, sealed.charged_bytes)
+            if parent in rows:
+                rows[parent] = rows[parent]._replace(is_marked=True)
+            elif parent and parent not in coming:
+                parents.add(parent)
+            self.counters.stored_bytes += sealed.charged_bytes
+            self._num_written += sealed.payload.nbytes
+        self.mark(parents)
+        self.counters.num_records += len(rows)
+        self._put_all(self._tables.records, [(key, row.pack(key)) for key, row in sorted(rows.items())])
+        self._put_all(self._tables.owned, owned)
+        with self._txn.cursor(db=self._tables.order) as cursor:
+            _, num_added = cursor.putmulti(places, append=True)
+        if num_added != len(places):
+            raise lmdb.CorruptedError("the eviction order has an entry that is newer than all records")
 
     def verify_lookups(self, keys: Iterable[bytes]) -> None:
         """Raise `lmdb.CorruptedError` if a lookup does not find one of *keys*, which this change has added.
 
         A damaged page that leads lookups to the wrong page may look valid to LMDB. No other check would find it.
         """
-        if not all(self._txn.get(key, db=self._tables.records) for key in keys):
+        wanted = sorted(keys)
+        with self._txn.cursor(db=self._tables.records) as cursor:
+            found = [key for key, _ in cursor.getmulti(wanted)]
+        if found != wanted:
             raise lmdb.CorruptedError("a record that was just added is not found")
 
     def forget(self, key: bytes) -> bool:
         """Delete the record of *key*. Returns False if there is none."""
-        packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        if packed is None:
-            return False
-        self._on_removed(RecordRow.unpack(key, packed))
-        return True
+        rows = self._rows_of([key])
+        self._remove(rows)
+        return bool(rows)
 
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
         """Evict the oldest records until at most *limit_bytes* are stored, and return their keys.
@@ -225,117 +270,117 @@ class Change:
     def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
         """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True."""
         evicted: list[bytes] = []
-        order = self._in_order(tenant)
+        after = b"" if tenant == NO_TENANT else tenant
         while len(evicted) < limit and is_too_much():
-            found = next(order, None)
-            if found is None:
+            page = self._oldest(tenant, after, min(_ROWS_AT_ONCE, limit - len(evicted)))
+            if not page:
                 raise lmdb.CorruptedError("the counters claim more stored bytes than all records have")
-            position, owner, key = found
-            if not key:
-                raise lmdb.CorruptedError("an entry of the eviction order has no key")
-            packed = self._txn.get(key, db=self._tables.records)
-            row = None if packed is None else RecordRow.unpack(key, packed)
-            if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
-                raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
-            if not row.is_marked:
-                self._txn.delete(key, db=self._tables.records)
-                self._on_removed(row)
-                evicted.append(key)
-            elif not self._num_chances_left:  # this transaction may skip no more marked records
-                break
-            else:
-                self._num_chances_left -= 1
-                self._leave_place(position, owner)
-                self._append(key, row._replace(is_marked=False))
+            rows = self._rows_of(key for _, _, key in page)
+            gone: dict[bytes, RecordRow] = {}
+            for position, owner, key in page:
+                if not is_too_much():
+                    break
+                after = (b"" if tenant == NO_TENANT else tenant) + position + b"\0"
+                row = rows.get(key)
+                if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
+                    raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
+                if not row.is_marked:
+                    gone[key] = row
+                    self._count_out(row)
+                elif not self._num_chances_left:  # this transaction may skip no more marked records
+                    self._delete(gone)
+                    return evicted + list(gone)
+                else:
+                    self._num_chances_left -= 1
+                    self._renew(key, row)
+                    if row.parent in rows:
+                        rows[row.parent] = rows[row.parent]._replace(is_marked=True)
+            self._delete(gone)
+            evicted += gone
         return evicted
 
-    def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Yield position, tenant and key of each record of *tenant* (NO_TENANT: of all), oldest first.
+    def _oldest(self, tenant: bytes, after: bytes, limit: int) -> list[tuple[bytes, bytes, bytes]]:
+        """Return position, tenant and key of up to *limit* records of *tenant* (NO_TENANT: of all), oldest first.
 
-        The caller may move or delete records during the iteration.
+        *after* is the key in the table from which on to look.
         """
         is_all = tenant == NO_TENANT
-        db = self._tables.order if is_all else self._tables.owned
-        after = b"" if is_all else tenant
-        while True:
-            with self._txn.cursor(db=db) as cursor:
-                rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
-                page = [(place, found) for place, found in ascending(rows, after) if is_all or place.startswith(tenant)]
-            for place, found in page:
-                after = place + b"\0"
-                if is_all:
-                    owned = verified(place, found)
-                    yield place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]
-                else:
-                    yield place[TENANT_BYTES:], tenant, found
-            if not page:
-                return
+        with self._txn.cursor(db=self._tables.order if is_all else self._tables.owned) as cursor:
+            rows = list(ascending(islice(cursor, limit), after)) if cursor.set_range(after) else []
+        if is_all:
+            found = [(place, verified(place, row)) for place, row in rows]
+            page = [(place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]) for place, owned in found]
+        else:
+            page = [(place[TENANT_BYTES:], tenant, key) for place, key in rows if place.startswith(tenant)]
+        if not all(key for _, _, key in page):
+            raise lmdb.CorruptedError("an entry of the eviction order has no key")
+        return page
+
+    def _rows_of(self, keys: Iterable[bytes]) -> dict[bytes, RecordRow]:
+        """Return the rows of those of *keys* that have a record."""
+        valid = [key for key in keys if 0 < len(key) <= MAX_KEY_BYTES]
+        with self._txn.cursor(db=self._tables.records) as cursor:
+            return {key: RecordRow.unpack(key, packed) for key, packed in cursor.getmulti(valid)}
+
+    def _remove(self, rows: Mapping[bytes, RecordRow]) -> None:
+        """Delete the records of *rows* (by key), free their slots, and count them out."""
+        for row in rows.values():
+            self._count_out(row)
+        self._delete(rows)
+
+    def _count_out(self, row: RecordRow) -> None:
+        self.counters.num_records -= 1
+        self.counters.stored_bytes -= row.charged_bytes
+        self._charge(row.tenant, -row.charged_bytes)
+
+    def _delete(self, rows: Mapping[bytes, RecordRow]) -> None:
+        """Delete the records of *rows* (by key) from all tables, and free their slots."""
+        freed: list[bytes] = []
+        for key, row in rows.items():
+            self._txn.delete(key, db=self._tables.records)
+            self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
+            freed.append(FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number))
+        self._put_all(self._tables.free, [(slot, checksum(slot)) for slot in sorted(freed)])
 
     def _leave_place(self, position: bytes, owner: bytes) -> None:
         self._txn.delete(position, db=self._tables.order)
         if owner != NO_TENANT:
             self._txn.delete(owner + position, db=self._tables.owned)
 
-    def _on_removed(self, row: RecordRow) -> None:
-        """Remove a deleted record from the eviction order and from the counters, and free its slot."""
-        self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
-        freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
-        self._txn.put(freed, checksum(freed), db=self._tables.free)
-        self.counters.num_records -= 1
-        self.counters.stored_bytes -= row.charged_bytes
-        self._charge(row.tenant, -row.charged_bytes)
-
-    def _take_free(self, num_bytes: int | None, limit: int) -> list[tuple[int, int, int]]:
-        """Remove up to *limit* reusable slots of *num_bytes* (None: of any size) from the table of free slots.
-
-        Returns for each slot its size, the number of the change that freed it, and its own number.
-        """
-        found: list[tuple[int, int, int]] = []
-        start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
-        with self._txn.cursor(db=self._tables.free) as cursor:
-            if cursor.set_range(start):
-                for key, row in ascending(cursor):
-                    size, change, number = FREE.unpack_key(key, row)
-                    if len(found) == limit or (num_bytes is not None and size != num_bytes):
-                        break
-                    if change <= self._usable_before:
-                        found.append((size, change, number))
-                    elif num_bytes is not None:
-                        break  # all further slots of this size were freed later still
-        for slot in found:
-            self._txn.delete(FREE.pack(*slot), db=self._tables.free)
-        return found
-
-    def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
-        if not num_slots:
-            return []
-        # First reuse holes (free slots without disk space), then add slots at the end of the slab file.
-        with self._txn.cursor(db=self._tables.holes) as cursor:
-            is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
-            rows = islice(ascending(cursor), num_slots) if is_there else ()
-            slots = [slot for row in rows if (slot := Slot(*HOLE.unpack_key(*row))).num_bytes == num_bytes]
-        for slot in slots:
-            self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
+    def _end_of(self, num_bytes: int) -> int:
+        """Return the number of slots in the slab with slots of *num_bytes*."""
         size = num_bytes.to_bytes(4, "big")
         packed = self._txn.get(size, db=self._tables.slabs)
-        end = 0 if packed is None else SLOTS.unpack(size, packed)[0]
-        missing = num_slots - len(slots)
-        self._txn.put(size, SLOTS.pack(size, end + missing), db=self._tables.slabs)
-        return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
+        return 0 if packed is None else int(SLOTS.unpack(size, packed)[0])
+
+    def _add_hole(self, slot: Slot) -> None:
+        hole = HOLE.pack(*slot)
+        self._txn.put(hole, checksum(hole), db=self._tables.holes)
+
+    def _put_all(self, db: "lmdb._Database", rows: Sequence[tuple[bytes, bytes]]) -> None:
+        with self._txn.cursor(db=db) as cursor:
+            cursor.putmulti(rows)
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
         if tenant != NO_TENANT:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
-    def _append(self, key: bytes, row: RecordRow, coming: Collection[bytes] = ()) -> None:
-        """Write a record to the index, at the end of the eviction order, and mark its parent as recently used."""
-        sequence = self.counters.next_sequence
+    def _renew(self, key: bytes, row: RecordRow) -> None:
+        """Make a record the newest, without a mark, and mark its parent as recently used."""
+        self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
+        row = row._replace(sequence=self.counters.next_sequence, is_marked=False)
         self.counters.next_sequence += 1
-        self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
-        place, owned = SEQUENCE.pack(sequence), row.tenant + key
-        if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
+        self._txn.put(key, row.pack(key), db=self._tables.records)
+        place = SEQUENCE.pack(row.sequence)
+        if not self._txn.put(place, _place_row(place, row.tenant, key), append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the eviction order has an entry that is newer than all records")
         if row.tenant != NO_TENANT:
             self._txn.put(row.tenant + place, key, db=self._tables.owned)
-        if row.parent and row.parent not in coming:
-            self.mark(row.parent)
+        if row.parent:
+            self.mark([row.parent])
+
+
+def _place_row(place: bytes, tenant: bytes, key: bytes) -> bytes:
+    """Return the row of a record in the eviction order, at *place*."""
+    owned = tenant + key
+    return owned + checksum(place, owned)

@@ -5,7 +5,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import TypeVar
 import lmdb
 
 from kvtier.store.blob_store import StoreFull
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.lmdb.change import MAX_EVICTED, MAX_SECOND_CHANCES, REMOVAL_BYTES, Change, NoFreeSlot
+from kvtier.store.lmdb.change import MAX_EVICTED, MAX_SECOND_CHANCES, REMOVAL_BYTES, Change, last_usable
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
+from kvtier.store.lmdb.reserved_slots import ReservedSlot, ReservedSlots
 from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
@@ -37,12 +40,18 @@ class OpenFolder:
     """An open store: folder, lock, index tables and slabs (payload files). Reopening the index replaces *tables*."""
 
     def __init__(
-        self, folder: Folder, lock: OwnerLock, tables: Tables, capacity_bytes: int, durability: Durability
+        self,
+        folder: Folder,
+        lock: OwnerLock,
+        tables: Tables,
+        capacity_bytes: int,
+        durability: Durability,
+        writes: DiskWrites,
     ) -> None:
         self._folder = folder
         self._lock = lock
         self.tables = tables
-        self.slabs = Slabs(folder.here)
+        self.slabs = Slabs(folder.here, writes)
         self.capacity_bytes = capacity_bytes
         self.durability = durability
 
@@ -102,7 +111,9 @@ class OpenFolder:
             let_go.callback(self.slabs.close)
 
 
-def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, owner: int | None) -> OpenFolder:
+def open_folder(
+    path: Path, capacity_bytes: int | None, durability: Durability, writes: DiskWrites, owner: int | None
+) -> OpenFolder:
     """Open the store in the folder *path*, which is created if it does not exist.
 
     If *capacity_bytes* is None, the store keeps the capacity with which it was last opened. Then nothing is created,
@@ -121,7 +132,7 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
         except lmdb.Error as error:
             raise OSError(errno.EIO, f"store {path}: {error}") from error
         undo.callback(tables.file.close)
-        opened = OpenFolder(folder, lock, tables, capacity_bytes, durability)
+        opened = OpenFolder(folder, lock, tables, capacity_bytes, durability, writes)
         undo.pop_all()
     return opened
 
@@ -187,6 +198,7 @@ class LmdbFiles:
         self.tables = opened.tables  # of the index; replaced when the index is reopened
         self.slabs = opened.slabs
         self.capacity_bytes = opened.capacity_bytes
+        self._reserved = ReservedSlots()  # guarded by `writer`
         self._opened = opened
         self._interval_s = interval_s
         self._is_upkeep = is_upkeep
@@ -223,19 +235,15 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Release disk space of free slots until all slots take at most *limit_bytes*. Uses several transactions."""
+        """Release disk space of free slots until all slots take at most *limit_bytes*. Uses several transactions.
+
+        First makes all freed slots reusable, which may take a checkpoint.
+        """
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
         self._reclaim()
-
-        def give_back_some(change: Change, limit: int) -> int:
-            slots = change.give_back(limit_bytes, limit)
-            self.slabs.punch(*slots)
-            return len(slots)
-
-        while self.remove(give_back_some):
-            pass
+        self._give_back_now(limit_bytes)
 
     def close(self) -> None:
         """Sync and close the files once all calls in progress have ended. A second call does nothing."""
@@ -299,20 +307,15 @@ class LmdbFiles:
                 if time.monotonic() - self._readers_checked_at > CHECK_READERS_S:
                     self._clear_stale_readers()
                 self.tables.file.reserve(added_bytes + removal_bytes)
-                self.slabs.written.clear()
                 try:
                     with self.tables.env.begin(write=True) as txn:
-                        synced_change = None if self._checkpoint is None else self._checkpoint.last_change
                         num_chances = MAX_SECOND_CHANCES if removal_bytes > MIN_REMOVAL_BYTES else _RECORDS_WHEN_FULL
-                        change = Change(self.tables, txn, synced_change, num_chances)
+                        change = Change(self.tables, txn, self._synced_change, num_chances, self._reserved)
                         yield change
                         change.write_accounts()
-                except BaseException as error:
-                    self._undo_writes()
+                except lmdb.MapFullError as error:
                     # LMDB asks for as many pages as a row claims, and a damaged row may claim any number.
-                    if isinstance(error, lmdb.MapFullError) and not self.tables.file.is_nearly_full(
-                        added_bytes + removal_bytes
-                    ):
+                    if not self.tables.file.is_nearly_full(added_bytes + removal_bytes):
                         raise lmdb.CorruptedError("LMDB reports a full map, but the change fits into it") from error
                     raise
 
@@ -343,6 +346,59 @@ class LmdbFiles:
         with self.changing(removal_bytes=MIN_REMOVAL_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
+    def reserve(self, sizes: Sequence[int], limit_bytes: int) -> list[ReservedSlot]:
+        """Reserve a slot for each of *sizes*, so that a put can write to it before a change gives it to a record.
+
+        All slots together may take at most *limit_bytes* on disk. If there is no room for new slots, the disk space of
+        free slots of other sizes is released. Raises `StoreFull` if that does not help. The caller must `release` the
+        slots at the end.
+        """
+        self._refuse_forked()
+        with self.writer:
+            for release_space in (self._give_back_now, self.give_back, None):
+                found = self._find_slots(sizes)
+                if self._is_room_for(found, limit_bytes):
+                    self._reserved.add(found)
+                    return found
+                if release_space is not None:
+                    reused = [reserved for reserved in found if reserved.freed_by is not None]
+                    self._reserved.add(reused)  # their disk space must not be released
+                    try:
+                        release_space(limit_bytes - self.new_bytes(found))
+                    finally:
+                        self._reserved.drop(reused)
+        why = "no slot of this size is free, and the files may not grow"
+        why += "; free space on the disk, raise the capacity, or use blocks of one size"
+        raise StoreFull(errno.ENOSPC, f"store {self.name}: {why}")
+
+    def slot_bytes(self) -> int:
+        """Return how much disk space all slots take, with those that puts are writing to. The caller holds `writer`."""
+        with self.reading() as txn:
+            return self.tables.counters(txn).slab_bytes + self._reserved.new_bytes
+
+    def new_bytes(self, slots: Iterable[ReservedSlot]) -> int:
+        """Return how much disk space is allocated when payloads are written to *slots*."""
+        return sum(slot.num_bytes for slot, freed_by in slots if freed_by is None)
+
+    def on_taken(self, slots: Iterable[ReservedSlot]) -> None:
+        """End the reservation of *slots* after a change has given them to records. The caller holds `writer`."""
+        self._reserved.drop(slots)
+
+    def release(self, slots: Iterable[ReservedSlot]) -> None:
+        """End the reservation of those *slots* that no record got, and release the disk space of new slots and holes.
+
+        No thread may write to the slots any more.
+        """
+        with self.writer:
+            left = [slot for slot, freed_by in self._reserved.drop(slots) if freed_by is None]
+            if not left:
+                return
+            try:
+                with self.reading() as txn:
+                    self.slabs.punch(*self.tables.unallocated(txn, left))
+            except (OSError, ValueError):  # ValueError: closed
+                self._is_tidy = False
+
     def free_pages(self, limit_bytes: int) -> None:
         """Make freed index pages and slots usable again, and release disk space of free slots.
 
@@ -365,6 +421,37 @@ class LmdbFiles:
     def file_bytes(self) -> int:
         """Return the disk space that index and slabs take."""
         return self.tables.file.taken_bytes() + self.slabs.file_bytes()
+
+    @property
+    def _synced_change(self) -> int | None:
+        """Number of the last change in the last checkpoint, or None for a store without checkpoints."""
+        return None if self._checkpoint is None else self._checkpoint.last_change
+
+    def _find_slots(self, sizes: Sequence[int]) -> list[ReservedSlot]:
+        """Return a slot for each of *sizes* that no record and no put has."""
+        with self.reading() as txn:
+            usable_before = last_usable(self.tables.counters(txn), self._synced_change)
+            found = {
+                num_bytes: iter(self._reserved.find(self.tables, txn, num_bytes, num_slots, usable_before))
+                for num_bytes, num_slots in Counter(sizes).items()
+            }
+        return [next(found[num_bytes]) for num_bytes in sizes]
+
+    def _is_room_for(self, found: Iterable[ReservedSlot], limit_bytes: int) -> bool:
+        """Return whether all slots take at most *limit_bytes* on disk after payloads were written to *found*."""
+        new_bytes = self.new_bytes(found)
+        return not new_bytes or self.slot_bytes() + new_bytes <= limit_bytes
+
+    def _give_back_now(self, limit_bytes: int) -> None:
+        """Do as `give_back`, but leave alone what only a checkpoint makes reusable."""
+
+        def give_back_some(change: Change, limit: int) -> int:
+            slots = change.give_back(limit_bytes - self._reserved.new_bytes, limit)
+            self.slabs.punch(*slots)
+            return len(slots)
+
+        while self.remove(give_back_some):
+            pass
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         with self.changing(new_bytes) as change:
@@ -392,15 +479,16 @@ class LmdbFiles:
             self._opened.sync()
         if self._damage is None and not self._opened.is_removed:
             # COMMIT says that the files are synced, but that slots without a committed change may take disk space.
-            self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
+            is_tidy = self._is_tidy and not self._reserved
+            self._opened.mark(FileState.CLEAN if is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
         """Release the disk space of slots that no committed change has allocated.
 
         Such slots exist if a process was killed after it had written to them, or if the index was restored to a
-        checkpoint from before the change that allocated them.
+        checkpoint from before the change that allocated them. Does nothing while puts have reserved slots.
         """
-        if self._is_tidy:
+        if self._is_tidy or self._reserved:
             return
         try:
             with self.writer, self.reading() as txn:
@@ -416,16 +504,6 @@ class LmdbFiles:
                 self.name,
                 error,
             )
-
-    def _undo_writes(self) -> None:
-        """Release the disk space of unallocated slots that a failed change has written to."""
-        if not self.slabs.written:
-            return
-        try:
-            with self.tables.env.begin() as txn:
-                self.slabs.punch(*self.tables.unallocated(txn, self.slabs.written))
-        except (lmdb.Error, OSError):
-            self._is_tidy = False
 
     def _compact(self) -> None:
         with self.writer, self._users.exclusive(), self._lmdb_errors():
@@ -479,9 +557,6 @@ class LmdbFiles:
     def _lmdb_errors(self) -> Iterator[None]:
         try:
             yield
-        except NoFreeSlot as error:
-            why = "no slot of this size is free; raise capacity_bytes, or use blocks of one size"
-            raise StoreFull(errno.ENOSPC, f"store {self.name}: {why}") from error
         except lmdb.MapFullError as error:
             raise StoreFull(errno.ENOSPC, f"store {self.name}: the index is full; raise capacity_bytes") from error
         except lmdb.Error as error:
@@ -527,14 +602,19 @@ class LmdbFiles:
 
 
 def open_files(
-    folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
+    folder: Path,
+    capacity_bytes: int | None,
+    durability: Durability,
+    interval_s: float,
+    writes: DiskWrites,
+    owner: int | None,
 ) -> LmdbFiles:
     """Open the files of the store in *folder*. *interval_s* is the time between checkpoints.
 
     If *capacity_bytes* is None (for maintenance commands), the store keeps the capacity with which it was last opened.
     Then a missing or broken store raises OSError, and damage that is found later is not recorded on disk.
     """
-    opened = open_folder(folder, capacity_bytes, durability, owner)
+    opened = open_folder(folder, capacity_bytes, durability, writes, owner)
     try:
         return LmdbFiles(opened, folder, interval_s, is_upkeep=capacity_bytes is None)
     except BaseException:

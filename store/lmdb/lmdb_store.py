@@ -10,6 +10,7 @@ from kvtier.store.blob_store import StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.files import open_files
@@ -45,6 +46,8 @@ class LmdbStore:
         interval_s: float = 10.0,
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         owner: int | None = None,
+        writes: DiskWrites = DiskWrites.DIRECT,
+        reserve_bytes: int = 0,
     ) -> None:
         """Open the store in *folder*.
 
@@ -59,11 +62,15 @@ class LmdbStore:
                 crash.
             quotas: Limits in bytes, by tenant. A tenant's quota is enforced from its first put on.
             owner: Pid that the lock file names as the owner of the store. The default is the pid of this process.
+            writes: Whether payloads are written past the page cache.
+            reserve_bytes: Bytes of the disk that the store leaves free for other programs. If fewer are free, it stores
+                new blocks only in the place of old ones.
         """
         # Index and slabs; maintenance commands use them too.
-        self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
+        self.files = open_files(folder, capacity_bytes, durability, interval_s, writes, owner)
+        self.writes = writes
         self._quotas = quotas
-        self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
+        self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas, reserve_bytes)
         self._reader = LmdbReader(self.files, cipher, codec if isinstance(codec, CodecChoice) else None)
         # The part of `BlobStore` that reader and writer implement.
         self.read_many, self.verify_one = self._reader.read_many, self._reader.verify_one

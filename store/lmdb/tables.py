@@ -161,10 +161,12 @@ class RecordRow(NamedTuple):
     def unpack(cls, key: bytes, packed: bytes) -> "RecordRow":
         """Unpack the row at *key*."""
         row = verified(key, packed)
-        end = _ROW.size + HEADER_BYTES
-        *facts, num_bytes, number = _ROW.unpack(row[: _ROW.size])
+        if len(row) < _ROW.size:
+            raise lmdb.CorruptedError("a row makes no sense: it is too short")
+        sequence, charged, is_marked, tenant, num_bytes, number = _ROW.unpack_from(row)
         slot = plausible(Slot(num_bytes, number))
-        return cls(*facts, slot, row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
+        header, parent = row[_ROW.size : _ROW.size + HEADER_BYTES], row[_ROW.size + HEADER_BYTES :]
+        return cls(sequence, charged, is_marked, tenant, slot, header, parent)
 
     def pack(self, key: bytes) -> bytes:
         """Return the bytes that LMDB stores at *key*: this row, and a checksum of *key* and row."""
@@ -330,9 +332,31 @@ class Tables:
         """Return the number of slots in each slab, by the size of its slots."""
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
-    def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
-        """Iterate over the holes, which are the free slots without disk space."""
-        return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
+    def free_slots(
+        self, txn: "lmdb.Transaction[bytes]", num_bytes: int, usable_before: int
+    ) -> Iterator[tuple[int, Slot]]:
+        """Iterate over the free slots of *num_bytes* with disk space that changes up to *usable_before* have freed.
+
+        Yields each slot after the number of the change that freed it, in the order of these numbers.
+        """
+        with txn.cursor(db=self.free) as cursor:
+            if not cursor.set_range(FREE.pack(num_bytes, 0, 0)):
+                return
+            for key, row in ascending(cursor):
+                size, change, number = FREE.unpack_key(key, row)
+                if size != num_bytes or change > usable_before:
+                    return
+                yield change, Slot(size, number)
+
+    def hole_slots(self, txn: "lmdb.Transaction[bytes]", num_bytes: int | None = None) -> Iterator[Slot]:
+        """Iterate over the holes, which are the free slots without disk space, of *num_bytes* (None: of all sizes)."""
+        with txn.cursor(db=self.holes) as cursor:
+            is_there = cursor.set_range(b"" if num_bytes is None else HOLE.pack(num_bytes, 0))
+            for row in ascending(cursor) if is_there else ():
+                slot = Slot(*HOLE.unpack_key(*row))
+                if num_bytes not in (None, slot.num_bytes):
+                    return
+                yield slot
 
     def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
         """Return those of *slots* that should have no disk space: holes, and slots beyond the end of their slab."""
@@ -359,6 +383,11 @@ class Tables:
             row = verified(key, packed)
             found.append((row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(*place_of(row, _SLOT_AT)))))
         return found
+
+    def has(self, txn: "lmdb.Transaction[bytes]", keys: Iterable[bytes]) -> set[bytes]:
+        """Return those of *keys*, which must be valid keys, that have a record."""
+        with txn.cursor(db=self.records) as cursor:
+            return {key for key, _ in cursor.getmulti(keys)}
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, limit: int) -> list[tuple[int, bytes]]:
         """Return the sequence numbers and keys of up to *limit* records older than *sequence*, newest first.

@@ -1,15 +1,12 @@
 """`LmdbWriter`: puts blocks into an LMDB store, and evicts records to make room for them."""
 
 import errno
-import logging
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
@@ -18,103 +15,21 @@ from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.change import MAX_EVICTED, Change
+from kvtier.store.lmdb.change import MAX_EVICTED, Change, NewRecord
+from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
+from kvtier.store.lmdb.group_commit import GroupCommit
+from kvtier.store.lmdb.reserved_slots import ReservedSlot
 from kvtier.store.lmdb.tables import NO_TENANT
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
 _MAX_TRIES = 8  # to make room for the blobs of one change
+_MAX_FULL = 3  # tries of a put that finds the disk or the index full, with less capacity each time
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_INDEX_ROOM_BYTES = 8 << 20  # disk space that a lowered capacity leaves to the index; one change may need this much
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """The blobs of one caller of `put`, and the result for that caller."""
-
-    blobs: Sequence[Blob]
-    num_bytes: int
-    done: bool = False
-    evicted: list[bytes] = field(default_factory=list)
-    error: Exception | None = None
-
-
-class GroupCommit:
-    """A group commit, which stores the blobs of concurrent `put` calls together in one change of the store.
-
-    *act* makes one change. Calls that arrive meanwhile wait for the next change, which stores up to *max_bytes*. The
-    call that gets the *writer* lock stores the blobs of all waiting calls. So there is no extra thread, and a single
-    call does not wait for others. If that call is interrupted, the next one that gets the lock stores the remaining
-    blobs.
-    """
-
-    def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
-        self._writer = writer
-        self.max_bytes = max_bytes
-        self._act = act
-        self._waiting: list[_Call] = []  # each call appends itself and, with the writer lock, removes itself
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of calls that wait or are in progress."""
-        return len(self._waiting)
-
-    def put(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs* and return the keys that were evicted to make room. Raises the error if storing them fails.
-
-        After the call has ended, even by an interruption, no thread reads *blobs* any more.
-        """
-        call = _Call(blobs, sum(charged_bytes(blob.raw.nbytes) for blob in blobs))
-        try:
-            self._waiting.append(call)
-            with self._writer:
-                while not call.done:
-                    self._serve(self._gathered())
-                self._waiting.remove(call)
-        except BaseException:
-            with self._writer, suppress(ValueError):
-                self._waiting.remove(call)
-            raise
-        if call.error is not None:
-            raise call.error
-        return call.evicted
-
-    def _gathered(self) -> list[_Call]:
-        """Return the waiting calls to store in the next change. At least one call must be waiting.
-
-        Together they have at most `max_bytes`, unless the first call alone is larger.
-        """
-        calls: list[_Call] = []
-        num_bytes = 0
-        for call in self._waiting.copy():  # other threads append meanwhile
-            if not call.done:
-                num_bytes += call.num_bytes
-                if calls and num_bytes > self.max_bytes:
-                    break
-                calls.append(call)
-        return calls
-
-    def _serve(self, calls: Sequence[_Call]) -> None:
-        try:
-            evicted = self._act([blob for call in calls for blob in call.blobs])
-        except Exception as error:  # raised again in the thread of each caller
-            if len(calls) > 1:  # the blobs of one call may be the cause, so try each call by itself
-                for call in calls:
-                    self._serve([call])
-                return
-            calls[0].error, calls[0].done = error, True
-            return
-        for call in calls[1:]:
-            own = {blob.key for blob in call.blobs}
-            call.evicted = [key for key in evicted if key in own]
-        others = {key for call in calls[1:] for key in call.evicted}
-        calls[0].evicted = [key for key in evicted if key not in others]
-        for call in calls:
-            call.done = True
+NUM_WRITERS = 4  # threads that share the payloads of a large put
+_SHARE_BYTES = 2 << 20  # minimum bytes of a put per thread
 
 
 class _StillTooMuch(Exception):
@@ -125,57 +40,42 @@ class _StillTooMuch(Exception):
         self.evicted = evicted
 
 
-class DiskRoom:
-    """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
+class _Vanished(Exception):
+    """Error of a put whose record was evicted after the put had found it, so that its payload was not written."""
 
-    *name* is the path of the store's folder, for messages. *here* is a path that leads to the same folder even after a
-    rename. Only the writer uses this object.
-    """
 
-    def __init__(self, name: Path, here: Path, max_bytes: int) -> None:
-        self._name = name
-        self._here = here
+class WrittenBlob(NamedTuple):
+    """A blob of a put, as it is entered in the index. *place* and *sealed* are None if its key had a record."""
+
+    blob: Blob
+    sealed: Sealed | None
+    place: ReservedSlot | None
+
+    @property
+    def key(self) -> bytes:
+        return self.blob.key
+
+
+class InFlight:
+    """A limit on the bytes that concurrent puts write to reserved slots, so that these take a bounded disk space."""
+
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._left_bytes = 0  # free on the disk after the store shrank
-        self.capacity_bytes = max_bytes
-        self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
+        self._num_bytes = 0
+        self._changed = threading.Condition()  # guards `_num_bytes`
 
-    def shrink(self, taken_bytes: int) -> bool:
-        """Lower the capacity to what fits into *taken_bytes*, the disk space that the store's slots take now.
-
-        A part of this space is left to the index: `_INDEX_ROOM_BYTES`, but at most a quarter. If no capacity would be
-        left, because other files fill the disk, this changes nothing and returns False.
-        """
-        taken_bytes = min(self.slab_bytes, taken_bytes)
-        slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
-        capacity_bytes = data_file.capacity_of_slabs(slab_bytes)
-        if not capacity_bytes:
-            return False
-        self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
-        _log.warning(
-            "store %s: the disk is full; the capacity is lowered to %.1f MB until the disk has space for %.1f MB",
-            *(self._name, self.capacity_bytes / 1e6, self._max_bytes / 1e6),
-        )
-        return True
-
-    def on_shrunk(self) -> None:
-        """Record how much disk space is free right after the store shrank, so that `grow_back` can see an increase."""
-        self._left_bytes = self._free_bytes()
-
-    def grow_back(self) -> None:
-        """Restore the full capacity if the disk has clearly more free space than right after the store shrank."""
-        if self.capacity_bytes == self._max_bytes:
-            return
-        if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
-            self.capacity_bytes, self.slab_bytes = self._max_bytes, data_file.slab_bytes(self._max_bytes)
-            _log.warning("store %s: the disk has free space again; the full capacity is restored", self._name)
-
-    def _free_bytes(self) -> int:
+    @contextmanager
+    def writing(self, num_bytes: int) -> Iterator[None]:
+        """Wait until *num_bytes* fit, and count them during the `with` statement. A single put always fits."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes)
+            self._num_bytes += num_bytes
         try:
-            found = os.statvfs(self._here)
-        except OSError:  # the next write will fail and say why
-            return 0
-        return found.f_bavail * found.f_frsize
+            yield
+        finally:
+            with self._changed:
+                self._num_bytes -= num_bytes
+                self._changed.notify_all()
 
 
 class LmdbWriter:
@@ -183,7 +83,10 @@ class LmdbWriter:
 
     The writer keeps the records within the capacity, and a tenant's records within its quota in *quotas*. While the
     disk is full, the capacity is lower than the configured one. *codec* encodes the blocks. If *durability* is COMMIT,
-    a put returns only once the payloads are on disk.
+    a put returns only once the payloads are on disk. *reserve_bytes* of the disk are left free for other programs.
+
+    A put reserves slots, writes its payloads to them without the writer's lock, and then enters them in the index. So
+    several puts write at the same time, and the lock is held only for short transactions.
     """
 
     def __init__(
@@ -193,16 +96,20 @@ class LmdbWriter:
         cipher: Cipher | None,
         durability: Durability,
         quotas: Mapping[bytes, int],
+        reserve_bytes: int,
     ) -> None:
         self._files = files
         self._codec = codec
         self._cipher = cipher
         self._durability = durability
         self._quotas = quotas
-        self.room = DiskRoom(files.name, files.here, files.capacity_bytes)
+        self.room = DiskRoom(files.name, files.here, files.capacity_bytes, reserve_bytes)
         self._untold: list[bytes] = []  # evicted keys that no put has returned yet; guarded by `files.writer`
         self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
-        self._group = GroupCommit(files.writer, data_file.part_bytes(files.capacity_bytes), self._put_group)
+        self._threads = ThreadPoolExecutor(NUM_WRITERS - 1, "kvtier-store-write")
+        self._max_bytes = data_file.part_bytes(files.capacity_bytes)
+        self._in_flight = InFlight(2 * self._max_bytes)
+        self._group = GroupCommit(files.writer, self._max_bytes, self._enter)
 
     def fit_capacity(self) -> None:
         """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
@@ -216,9 +123,9 @@ class LmdbWriter:
         """See `BlobStore.put_many`."""
         check_fits(blobs, self._files.capacity_bytes, self._cipher)
         evicted: dict[bytes, None] = {}
-        for part in _parts(blobs, self._group.max_bytes):
+        for part in _parts(blobs, self._max_bytes):
             try:
-                gone = self._group.put(part)
+                gone = self._put_part(part)
             except BaseException as error:
                 with self._files.writer:
                     self._untold = self._still_absent(evicted) + self._untold  # the next put returns them
@@ -234,12 +141,7 @@ class LmdbWriter:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the records of *keys* as recently used, so that the next eviction skips each of them once."""
-
-        def mark_all(change: Change) -> None:
-            for key in keys:
-                change.mark(key)
-
-        self._files.change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
+        self._files.change(lambda change: change.mark(keys), _INDEX_PAGES * PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """See `BlobStore.delete`."""
@@ -271,64 +173,123 @@ class LmdbWriter:
         return Evicted(gone, num_freed)
 
     def close(self) -> None:
-        """End the writer's thread. The store's files must already be closed. A second call does nothing."""
+        """End the writer's threads. The store's files must already be closed. A second call does nothing."""
+        self._threads.shutdown()
         self._syncer.shutdown()
 
-    def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*, and evict records if there is no room.
+    def _put_part(self, part: Sequence[Blob]) -> list[bytes]:
+        """Store *part* completely or not at all, and evict records if there is no room.
 
         Returns all evicted keys that no put has returned yet.
         """
-        self.room.grow_back()
-        for is_last in (False, False, True):
-            try:
-                self._put_at_once(group)
-                break
-            except OSError as error:
-                if is_last or error.errno not in _NO_ROOM:
-                    raise
-                if isinstance(error, StoreFull):
-                    self._make_room(2 * sum(max_charged_bytes(blob, self._cipher) for blob in group))
-                elif not self._shrink():
-                    raise
-        gone, self._untold = self._untold, []
-        return gone
+        num_bytes = sum(max_charged_bytes(blob, self._cipher) for blob in part)
+        with self._in_flight.writing(num_bytes):
+            num_full = 0
+            for _ in range(_MAX_TRIES):
+                num_shrunk = self.room.num_shrunk
+                try:
+                    return self._put_at_once(part, num_bytes)
+                except _Vanished:
+                    continue
+                except OSError as error:
+                    num_full += 1
+                    if num_full == _MAX_FULL or error.errno not in _NO_ROOM:
+                        raise
+                    with self._files.writer:
+                        if isinstance(error, StoreFull):
+                            self._make_room(2 * num_bytes)
+                        elif num_shrunk == self.room.num_shrunk and not self._shrink():
+                            raise
+        raise StoreFull(errno.ENOSPC, f"store: no room for {len(part)} blocks after {_MAX_TRIES} tries")
 
-    def _put_at_once(self, group: Sequence[Blob]) -> None:
-        """Store the blobs in one transaction, which also evicts old records to make room for them."""
-        unique = {blob.key: blob for blob in group}.values()
+    def _put_at_once(self, part: Sequence[Blob], num_bytes: int) -> list[bytes]:
+        """Write the payloads of new blobs to reserved slots, and enter the blobs in the index with those of other puts.
+
+        Raises `_Vanished` if a record of *part* was evicted meanwhile.
+        """
+        unique = {blob.key: blob for blob in part}.values()
+        with self._files.reading() as txn:
+            there = self._files.tables.has(txn, [blob.key for blob in unique])
+        new = [blob for blob in unique if blob.key not in there]
+        sealed = [seal(blob, self._codec, self._cipher) for blob in new]
+        with self._files.writer:
+            self.room.grow_back()
+            limit_bytes = self.room.slab_limit(self._files.slot_bytes())
+            places = self._files.reserve([slot_bytes(one.payload.nbytes) for one in sealed], limit_bytes)
+        try:
+            self._write([place.slot for place in places], [one.payload for one in sealed])
+            written = {one.key: (one, place) for one, place in zip(sealed, places, strict=True)}
+            return self._group.put(
+                [WrittenBlob(blob, *written.get(blob.key, (None, None))) for blob in unique], num_bytes
+            )
+        finally:
+            self._files.release(places)
+
+    def _write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
+        """Write each value to its slot, with several threads if there are many bytes."""
+        if not slots:
+            return
+        pairs = sorted(zip(slots, values, strict=True), key=lambda pair: pair[0])
+        num_bytes = sum(slot.num_bytes for slot in slots)
+        num_shares = max(1, min(NUM_WRITERS, num_bytes // _SHARE_BYTES, len(pairs)))
+        size = -(-len(pairs) // num_shares)
+        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+
+        def write_share(share: Sequence[tuple[Slot, memoryview]]) -> None:
+            with self._files.using():
+                self._files.slabs.write([slot for slot, _ in share], [value for _, value in share])
+
+        others: list[Future[None]] = []
+        try:
+            others.extend(self._threads.submit(write_share, share) for share in shares[1:])
+            write_share(shares[0])
+        except RuntimeError as error:  # the pool was shut down
+            raise ValueError("store is closed") from error
+        finally:
+            wait(others)  # after an error or an interruption too: no thread may write to a slot that is released
+        for other in others:
+            other.result()
+
+    def _enter(self, group: Sequence[WrittenBlob]) -> list[bytes]:
+        """Enter the blobs in the index in one transaction, which also evicts old records to make room for them.
+
+        Returns all evicted keys that no put has returned yet.
+        """
+        unique = {one.key: one for one in sorted(group, key=lambda one: one.place is not None)}
+        unique = {one.key: unique[one.key] for one in group}  # in the order of *group*, with a payload if any has one
         limit = MAX_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 
-        def put(change: Change) -> tuple[list[bytes], set[bytes]]:
-            new = _mark(change, unique)
-            coming = {blob.key for blob in new}
-            sealed = [seal(blob, self._codec, self._cipher) for blob in new]
+        def put(change: Change) -> tuple[list[bytes], list[ReservedSlot], set[bytes]]:
+            new = [unique[blob.key] for blob in _mark(change, [one.blob for one in unique.values()])]
+            records, places = list[NewRecord](), list[ReservedSlot]()
             # Evict before adding, so that the new records are newer than the records skipped for them.
             new_bytes: Counter[bytes] = Counter()
-            for blob, one in zip(new, sealed, strict=True):
-                new_bytes[blob.tenant] += one.charged_bytes
+            for blob, sealed, place in new:
+                if sealed is None or place is None:
+                    raise _Vanished
+                new_bytes[blob.tenant] += sealed.charged_bytes
+                records.append(NewRecord(sealed, blob, place.slot))
+                places.append(place)
             evicted = self._evict(change, new_bytes, limit)
-            slots = self._write(change, sealed)
             if self._durability is Durability.COMMIT:  # during the commit: digests show whether a payload is complete
                 syncing.append(self._syncer.submit(self._files.slabs.sync))
-            for blob, one, slot in zip(new, sealed, slots, strict=True):
-                coming.discard(blob.key)
-                change.add(one, blob, slot, coming)
-            change.verify_lookups(blob.key for blob in new)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), limit - len(evicted)), {
-                blob.key for blob in new
-            }
+            change.take(places)
+            change.add(records)
+            change.verify_lookups(one.key for one in new)
+            evicted += self._evict(change, dict.fromkeys(new_bytes, 0), limit - len(evicted))
+            return evicted, places, {one.key for one in new}
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
         for _ in range(_MAX_TRIES):
             try:
-                evicted, new = self._files.change(put, index_bytes)
+                evicted, places, new = self._files.change(put, index_bytes)
                 break
             except _StillTooMuch:
-                self._evict_for(unique)
+                self._evict_for([one.blob for one in unique.values()])
         else:
             raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MAX_TRIES} tries")
+        self._files.on_taken(places)
         back = [key for key in self._untold if key in new]
         self._untold = [key for key in self._untold if key not in new] + evicted
         try:
@@ -339,19 +300,8 @@ class LmdbWriter:
                 self.delete(list(new))
             self._untold += back  # in doubt, report them as evicted: a caller must not expect a record that is gone
             raise
-
-    def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
-        """Write the payloads to slots that no record has, and return the slots."""
-        sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
-        free: dict[int, Iterator[Slot]] = {}
-        for size, num_slots in Counter(sizes).items():
-            slots, to_punch = change.allocate(size, num_slots, self.room.slab_bytes)
-            if to_punch:
-                self._files.slabs.punch(*to_punch)
-            free[size] = iter(slots)
-        placed = [next(free[size]) for size in sizes]
-        self._files.slabs.write(placed, [one.payload for one in sealed])
-        return placed
+        gone, self._untold = self._untold, []
+        return gone
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int], limit: int) -> list[bytes]:
         """Evict until *new_bytes* (by tenant) fit. Raises `_StillTooMuch` if *limit* evictions are not enough."""
@@ -410,21 +360,20 @@ class LmdbWriter:
 
     def _still_absent(self, evicted: Iterable[bytes]) -> list[bytes]:
         """Return those of *evicted* that still have no record, or all of them if the index cannot be read."""
-        with suppress(OSError), self._files.reading() as txn:
+        with suppress(OSError, ValueError), self._files.reading() as txn:  # ValueError: closed
             return [key for key in evicted if self._files.tables.located(txn, key) is None]
         return list(evicted)
 
 
-def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
+def _mark(change: Change, group: Collection[Blob]) -> list[Blob]:
     """Mark the existing records of *group*, and the parents of its new blobs, as recently used. Return the new blobs.
 
     A blob is new if its key has no record.
     """
-    new = [blob for blob in group if not change.mark(blob.key)]
+    there = change.mark(blob.key for blob in group)
+    new = [blob for blob in group if blob.key not in there]
     coming = {blob.key for blob in new}
-    for blob in new:
-        if blob.parent not in coming:
-            change.mark(blob.parent)
+    change.mark({blob.parent for blob in new} - coming)
     return new
 
 

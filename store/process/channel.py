@@ -75,7 +75,9 @@ class Mappings:
         """Map *memories*, each given by the fields `file`, `num_bytes` and `is_backed` of its `SharedMemory`."""
         self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes, _ in memories]
         self._views = [memoryview(shared) for shared in self._maps]
-        self._backed = [shared for shared, (_, _, is_backed) in zip(self._maps, memories, strict=True) if is_backed]
+        self._is_backed = [is_backed for _, _, is_backed in memories]
+        # For each memory, a byte for each `_WARM_STEP_BYTES`: 1 if this process's page table has them.
+        self._entered = [bytearray(-(-len(shared) // _WARM_STEP_BYTES)) for shared in self._maps]
 
     def warm(self) -> None:
         """Populate this process's page table, so that first copies are as fast as later ones.
@@ -83,23 +85,31 @@ class Mappings:
         Skips memories without `SharedMemory.is_backed`, because populating them would allocate memory that the
         client may never use.
         """
-        for shared in self._backed:
-            for offset in range(0, len(shared), _WARM_STEP_BYTES):
+        for shared, entered, is_backed in zip(self._maps, self._entered, self._is_backed, strict=True):
+            for step in range(len(entered) if is_backed else 0):
+                offset = step * _WARM_STEP_BYTES
                 with contextlib.suppress(OSError, ValueError):  # not supported before Linux 5.14
                     shared.madvise(_MADV_POPULATE_WRITE, offset, min(_WARM_STEP_BYTES, len(shared) - offset))
+                    entered[step] = 1
 
     def enter(self, piece: Bytes) -> None:
-        """Populate this process's page table for *piece*, which is about to be written to a file.
+        """Populate this process's page table for *piece*, which is about to be written through the page cache.
 
         If a page were missing during the write, Linux would cache the file in small pages. Each later read from the
-        page cache would then take nearly twice as long.
+        page cache would then take nearly twice as long. Does nothing for bytes that were populated before.
         """
         if isinstance(piece, bytes):
             return
         memory, offset, num_bytes = piece
+        entered, shared = self._entered[memory], self._maps[memory]
+        first, end = offset // _WARM_STEP_BYTES, -(-(offset + num_bytes) // _WARM_STEP_BYTES)
+        if all(entered[first:end]):
+            return
         start = offset - offset % mmap.PAGESIZE
         with contextlib.suppress(OSError, ValueError):  # not supported before Linux 5.14
-            self._maps[memory].madvise(_MADV_POPULATE_READ, start, offset + num_bytes - start)
+            shared.madvise(_MADV_POPULATE_READ, start, offset + num_bytes - start)
+        inner = range(-(-offset // _WARM_STEP_BYTES), (offset + num_bytes) // _WARM_STEP_BYTES)
+        entered[inner.start : inner.stop] = b"\1" * len(inner)
 
     def view(self, piece: Bytes) -> memoryview:
         """Return the bytes of *piece* as a view, which is writable if the piece is in shared memory."""

@@ -18,12 +18,12 @@ from itertools import count
 from typing import Any
 
 from kvtier.store.blob_store import Blob
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.process.channel import Bytes, Mappings, portable, receive, send
 from kvtier.store.record import Fault
+from kvtier.store.store_settings import StoreSettings
 
-# Added to the niceness of the writer threads: computing goes before writing, because no request waits for a write.
-WRITER_NICENESS = 10
 _ITEMS_PER_ANSWER = 4096
 _ANSWER_S = 1.0  # time limit for the items of one response to a walk, because verifying them may take long
 _WATCH_S = 0.1
@@ -89,8 +89,9 @@ class StoreServer:
             return pickle.dumps((False, portable(error)))
 
     def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes, bytes]]) -> list[bytes]:
-        for _, _, raw, *_ in rows:
-            self._mappings.enter(raw)
+        if self._store.writes is DiskWrites.BUFFERED:
+            for _, _, raw, *_ in rows:
+                self._mappings.enter(raw)
         view = self._mappings.view
         return self._store.put_many([Blob(key, digest, view(raw), *origin) for key, digest, raw, *origin in rows])
 
@@ -125,15 +126,19 @@ def main() -> None:
     except (EOFError, OSError):  # the client was interrupted before its first request
         return
     try:
+        settings: StoreSettings
         _, (settings,) = pickle.loads(question)
-        store: LmdbStore = settings.open()
+        store = settings.open()
     except Exception as error:  # raised in the client
         send(sockets[0], number, pickle.dumps((False, portable(error))))
         return
     send(sockets[0], number, pickle.dumps((True, None)))
     mappings, walks = Mappings(memories), Walks(store)
     threads = [
-        threading.Thread(target=_serve, args=(StoreServer(store, mappings, walks, end), i < num_writers))
+        threading.Thread(
+            target=_serve,
+            args=(StoreServer(store, mappings, walks, end), settings.writer_niceness if i < num_writers else 0),
+        )
         for i, end in enumerate(sockets)
     ]
     for thread in threads:
@@ -153,10 +158,10 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
-def _serve(server: StoreServer, is_writer: bool) -> None:
-    if is_writer:
+def _serve(server: StoreServer, niceness: int) -> None:
+    if niceness:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.nice(WRITER_NICENESS)  # on Linux, of this thread alone
+            os.nice(niceness)  # on Linux, of this thread and those that it starts
     try:
         server.serve()
     finally:

@@ -658,8 +658,8 @@ def test_evictions_before_a_blob_that_cannot_be_stored_are_told_to_the_next(
 ) -> None:
     parts_of(charged_bytes(50_000), monkeypatch)
     with case.open(2 * charged_bytes(50_000)) as store:
-        if not isinstance(store, LmdbStore):
-            return  # of a call that fails MemoryStore does nothing; another process has another codec
+        if not isinstance(store, LmdbStore) or case.codec is NO_CODEC:
+            return  # of a call that fails MemoryStore does nothing; another process has another codec; "none" fits all
         store.put_many([blob_of(0, 50_000), blob_of(1, 50_000)])
         monkeypatch.setattr(type(case.codec), "encode", refuse_odd_sizes(type(case.codec).encode))
 

@@ -92,6 +92,7 @@ EXAMPLES: Mapping[str, object] = {  # values of keys that have no default
     "tool_call_parser": "hermes",
     "tracing.endpoint": "http://127.0.0.1:4318",
     "url": "redis://cache:6379",
+    "writes": "buffered",
 }
 NAMED = {
     "tenants": 'tenants."a cache_salt"',

@@ -86,16 +86,17 @@ STEPS = (
     ),
     Step(
         "Write to disk",
-        "A batch of blocks goes to the store. Their bytes are written to slots that no record has. Then index, "
-        "eviction order and counters change in one transaction.",
+        "A batch of blocks goes to the store. It reserves slots that no record has, and several threads write the "
+        "blocks' bytes to them. Then index, eviction order and counters change in one transaction.",
         [
             "tiers/lower/disk_spill.py: DiskSpill._start",
             "tiers/lower/disk_spill.py: DiskSpill._work",
             "store/lmdb/writer.py: LmdbWriter._put_at_once",
+            "store/lmdb/files.py: LmdbFiles.reserve",
             "store/lmdb/writer.py: LmdbWriter._write",
-            "store/lmdb/change.py: Change.allocate",
+            "store/lmdb/writer.py: LmdbWriter._enter",
+            "store/lmdb/change.py: Change.take",
             "store/lmdb/change.py: Change.add",
-            "store/lmdb/change.py: Change._append",
             "tiers/lower/disk_spill.py: DiskSpill._on_written",
         ],
     ),

@@ -143,11 +143,12 @@ def test_slots_that_were_freed_before_the_checkpoint_are_given_back(tmp_path: Pa
 
 
 def evict_and_fail(store: LmdbStore, key: bytes) -> None:
-    """Begin a change that forgets a record and writes three others, and fails then."""
+    """Begin a change that forgets a record, write three payloads beside it, and fail."""
     with store.files.changing() as change:
         assert change.forget(key)
-        slots, _ = change.allocate(slot_bytes(NUM_BYTES), 3, CAPACITY_BYTES)
-        store.files.slabs.write(slots, [memoryview(bytes(NUM_BYTES))] * 3)
+        places = store.files.reserve([slot_bytes(NUM_BYTES)] * 3, CAPACITY_BYTES)
+        store.files.slabs.write([place.slot for place in places], [memoryview(bytes(NUM_BYTES))] * 3)
+        store.files.release(places)
         raise ZeroDivisionError
 
 

@@ -9,7 +9,7 @@ from store_cases import blob_of, key_of
 from waiting import DEADLINE_S, interrupted_once, join, wait_for
 
 from kvtier.store.blob_store import Blob
-from kvtier.store.lmdb.writer import GroupCommit
+from kvtier.store.lmdb.group_commit import GroupCommit
 
 MAX_BYTES = 1 << 20
 
@@ -35,7 +35,7 @@ class Acts:
 
         def put() -> None:
             try:
-                done.set_result(self.group.put([blob_of(number)]))
+                done.set_result(self.group.put([blob_of(number)], 20_000))
             except BaseException as error:
                 done.set_exception(error)
 
@@ -141,9 +141,9 @@ def test_a_call_interrupted_in_line_takes_its_blobs_with_it() -> None:
     has_writer.wait(DEADLINE_S)
 
     with interrupted_once(lambda: acts.group.num_waiting == 1, then=let_go.set), pytest.raises(KeyboardInterrupt):
-        acts.group.put([blob_of(1)])
+        acts.group.put([blob_of(1)], 20_000)
     join(holder)
 
-    acts.group.put([blob_of(2)])
+    acts.group.put([blob_of(2)], 20_000)
 
     assert acts.stored == [[key_of(2)]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.store.blob_store import Blob
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.process.channel import Mappings, receive, send
 from kvtier.store.process.store_server import StoreServer, Walks
@@ -60,7 +61,7 @@ def test_the_pages_of_blocks_are_entered_before_the_store_writes_them(tmp_path: 
     entered: list[bool] = []
 
     ours, theirs = socket.socketpair()
-    with shared_pages(64) as file, LmdbStore(tmp_path / "store", 16 << 20) as store, ours:
+    with shared_pages(64) as file, LmdbStore(tmp_path / "store", 16 << 20, writes=DiskWrites.BUFFERED) as store, ours:
         put_many = store.put_many
 
         def watched_put(blobs: Sequence[Blob]) -> list[bytes]:

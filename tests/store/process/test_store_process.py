@@ -31,7 +31,6 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.process.channel import Channel, SharedMemory
 from kvtier.store.process.store_process import NUM_READERS, NUM_WRITERS, StoreDied, StoreProcess
-from kvtier.store.process.store_server import WRITER_NICENESS
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_settings import StoreSettings
 
@@ -715,7 +714,8 @@ def test_writers_are_nicer_than_the_process_that_started_them_and_no_thread_is_l
 ) -> None:
     def start_and_put() -> tuple[int, list[int]]:
         inherited = os.nice(more)  # of this thread, and so of what it starts
-        with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=DEADLINE_S) as store:
+        settings = StoreSettings(tmp_path / "store", CAPACITY_BYTES, writer_niceness=7)
+        with StoreProcess(settings, timeout_s=DEADLINE_S) as store:
             for number in range(NUM_WRITERS):  # each by another thread there
                 store.put_many([blob_of(number)])
             return inherited, niceness_of_threads(pid_of(store))
@@ -724,7 +724,7 @@ def test_writers_are_nicer_than_the_process_that_started_them_and_no_thread_is_l
         inherited, found = thread.submit(start_and_put).result(DEADLINE_S)
 
     assert found[0] == inherited
-    assert found[-NUM_WRITERS:] == [min(inherited + WRITER_NICENESS, 19)] * NUM_WRITERS
+    assert found[-NUM_WRITERS:] == [min(inherited + 7, 19)] * NUM_WRITERS
 
 
 def close_while_it_dies(folder: Path) -> None:

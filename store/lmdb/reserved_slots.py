@@ -1,0 +1,86 @@
+"""`ReservedSlots`: the slots that puts write to before a change of the index gives them to records."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.store.lmdb.tables import Tables
+from kvtier.store.slab import Slot
+
+if TYPE_CHECKING:
+    import lmdb
+
+
+class ReservedSlot(NamedTuple):
+    """A slot that one put may write to.
+
+    *freed_by* is the number of the change that freed it. It is None if the slot takes no disk space according to the
+    index, because it is a hole, or lies beyond the end of its slab.
+    """
+
+    slot: Slot
+    freed_by: int | None
+
+
+class ReservedSlots:
+    """The reserved slots of all puts in progress. Only a thread with the writer's lock may use them.
+
+    A reservation lives in memory only. In the index its slot stays what it is: free, a hole, or beyond the end of its
+    slab. So a process that ends at any point leaves nothing to undo but the disk space of holes.
+
+    *new_bytes* is the size of those reserved slots that take no disk space according to the index.
+    """
+
+    def __init__(self) -> None:
+        self._slots: set[Slot] = set()
+        self.new_bytes = 0
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def find(
+        self, tables: Tables, txn: "lmdb.Transaction[bytes]", num_bytes: int, num_slots: int, usable_before: int
+    ) -> list[ReservedSlot]:
+        """Return *num_slots* slots of *num_bytes* that no record and no put has. They are not reserved yet.
+
+        Free slots come first, if a change up to *usable_before* has freed them. Then come holes, then new slots at the
+        end of the slab.
+        """
+        free = (
+            ReservedSlot(slot, change)
+            for change, slot in tables.free_slots(txn, num_bytes, usable_before)
+            if slot not in self._slots
+        )
+        found = list(islice(free, num_slots))
+        new = islice(self._new(tables, txn, num_bytes), num_slots - len(found))
+        return found + [ReservedSlot(slot, None) for slot in new]
+
+    def add(self, slots: Iterable[ReservedSlot]) -> None:
+        """Reserve *slots*, which `find` has returned."""
+        for slot, freed_by in slots:
+            self._slots.add(slot)
+            if freed_by is None:
+                self.new_bytes += slot.num_bytes
+
+    def drop(self, slots: Iterable[ReservedSlot]) -> list[ReservedSlot]:
+        """End the reservation of *slots*. Return those of them that were still reserved."""
+        dropped = [reserved for reserved in slots if reserved.slot in self._slots]
+        for slot, freed_by in dropped:
+            self._slots.remove(slot)
+            if freed_by is None:
+                self.new_bytes -= slot.num_bytes
+        return dropped
+
+    def _new(self, tables: Tables, txn: "lmdb.Transaction[bytes]", num_bytes: int) -> Iterator[Slot]:
+        for slot in tables.hole_slots(txn, num_bytes):
+            if slot not in self._slots:
+                yield slot
+        number = tables.num_slots(txn).get(num_bytes, 0)
+        while True:
+            slot = Slot(num_bytes, number)
+            if slot not in self._slots:
+                yield slot
+            number += 1
