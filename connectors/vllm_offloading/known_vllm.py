@@ -1,7 +1,7 @@
 """The vLLM versions and configurations that kvtier's offloading supports."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from inspect import signature
 from operator import attrgetter
@@ -9,12 +9,13 @@ from typing import Any
 
 from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_connector.known_vllm import CRYPTOGRAPHIC
+from kvtier.connectors.vllm_offloading.pool_room import HostPool
 
 TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_offloading.py
 OF_REGION = ("engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size")
 OF_SPEC = ("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "replicated_layout", "blocks_per_chunk")
 OF_TIER = ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector")
-OF_POOL = ("_get_num_free_chunks", "_num_evictable_cache_chunks")  # a method, and a number
+OF_POOL = ("_get_num_free_chunks", "_num_evictable_cache_chunks", "touch")  # a method, a number, and a method
 OF_ONE_PROCESS = {  # fields of vLLM's `OffloadingConfig` and its parts that do not decide a block's bytes
     *("engine_id", "extra_config", "enable_kv_cache_events", "rank", "data_parallel_index", "data_parallel_size"),
     "data_parallel_rank_local",
@@ -115,17 +116,19 @@ def end_tokens(req_context: Any) -> Mapping[bytes, int]:
     return known if isinstance(known, Mapping) else {}
 
 
-def num_available_chunks(parent: Any) -> Callable[[], int] | None:
-    """Return a function that counts the chunks of vLLM's host pool that are free or may be evicted.
+def host_pool(parent: Any, req_context: Any) -> HostPool | None:
+    """Return what can be seen and done of vLLM's host pool, or None if this vLLM does not show its pool.
 
-    *parent* is the object that vLLM passes to a tier in each step. The result is None if this vLLM does not show its
-    pool. Requests then do not wait for room in the pool.
+    *parent* is the object that vLLM passes to a tier in each step. *req_context* is passed to `touch`.
     """
     pool = getattr(getattr(parent, "_m", None), "primary_tier", None)
     if not all(hasattr(pool, name) for name in OF_POOL):
         return None
-    num_free, num_evictable = (attrgetter(name) for name in OF_POOL)
-    return lambda: int(num_free(pool)() + num_evictable(pool))
+    num_free, num_evictable, touch = (attrgetter(name) for name in OF_POOL)
+    return HostPool(
+        lambda: int(num_free(pool)() + num_evictable(pool)),
+        lambda keys: touch(pool)(keys, req_context),
+    )
 
 
 def _kept(fields: Mapping[str, Any]) -> dict[str, object]:

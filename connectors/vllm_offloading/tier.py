@@ -20,13 +20,13 @@ from kvtier.connectors.vllm_offloading.known_vllm import (
     check_tier,
     connector_configs,
     end_tokens,
-    num_available_chunks,
+    host_pool,
 )
 from kvtier.connectors.vllm_offloading.open_tier import (
     open_tier,
     tier_settings,
 )
-from kvtier.connectors.vllm_offloading.pool_room import Verdict
+from kvtier.connectors.vllm_offloading.pool_room import HostPool, Verdict
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows
 from kvtier.connectors.vllm_offloading.tier_counts import DOCUMENTATION, GAUGES, METRIC_PREFIX
@@ -107,7 +107,7 @@ class KVTier(SecondaryTierManager):
         self._guard.run(lambda: self._offer_again(parent), None)
 
     def on_schedule_end(self, context: Any) -> None:
-        self._guard.run_always(self._side.on_step_end, None)
+        self._guard.run_always(lambda: self._side.on_step_end(context.new_req_ids), None)
 
     def drain_jobs(self) -> None:
         self._guard.run_always(self._side.start_new_lineage, None)  # only vLLM's `reset_cache` calls `drain_jobs`
@@ -143,7 +143,8 @@ class KVTier(SecondaryTierManager):
     def _see_pool(self, parent: Any) -> None:
         if not self._sees_pool:
             self._sees_pool = True
-            self._side.see_pool(num_available_chunks(parent) or (lambda: 1))
+            hidden = HostPool(num_available=lambda: 1, touch=lambda keys: None)
+            self._side.see_pool(host_pool(parent, ReqContext("kvtier-room")) or hidden)
 
     def _offer_again(self, parent: Any) -> None:
         """Store blocks that the disk refused earlier, if vLLM still has them in its host pool."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from kvtier.connectors.disk_below.disk_below import DiskBelow
-from kvtier.connectors.vllm_offloading.pool_room import PoolRoom, Verdict
+from kvtier.connectors.vllm_offloading.pool_room import HostPool, PoolRoom, Verdict
 from kvtier.connectors.vllm_offloading.request_chain import RequestChain, group_of
 from kvtier.connectors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.connectors.vllm_offloading.tier_counts import TierCounts
@@ -84,9 +84,9 @@ class TierSide:
         self._gauges_at = float("-inf")
         self._num_corrupt = 0  # corrupt blocks that are already in the counts
 
-    def see_pool(self, num_available: Callable[[], int]) -> None:
-        """Set *num_available*, which returns the number of the pool's chunks that are free or that vLLM may evict."""
-        self._room.see(num_available)
+    def see_pool(self, pool: HostPool) -> None:
+        """Set vLLM's host pool, as far as vLLM shows it."""
+        self._room.see(pool)
 
     def holds(self, key: bytes) -> bool:
         """Return whether the block is on disk, without waiting."""
@@ -99,9 +99,9 @@ class TierSide:
         """
         return self._room.verdict(request_id, key) if self.holds(key) else Verdict.COMPUTE
 
-    def on_step_end(self) -> None:
-        """Prepare for the lookups of vLLM's next step."""
-        self._room.on_step_end()
+    def on_step_end(self, started: Iterable[str]) -> None:
+        """Prepare for the lookups of vLLM's next step. *started* has the requests that vLLM runs since this step."""
+        self._room.on_step_end(started)
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read blocks from disk into the chunks *chunk_ids* of vLLM's host pool."""
