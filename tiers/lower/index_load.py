@@ -47,6 +47,10 @@ class IndexLoad:
             self._withdraw()
         next(self._forsaken, None)
         self._index.report_forgotten()
+        self._read_page()
+
+    def _read_page(self) -> None:
+        """Start to read the next page of the index, unless the index is loaded or a page is being read."""
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
         reading = self._reading
@@ -89,7 +93,7 @@ class IndexLoad:
             self._index.load_index_page(transfer.result)
             if self._disk.index.is_loaded:
                 self._forsaken = self._index.offer_all_to_disk(SLOTS_AT_ONCE)
-            self.go_on()
+            self._read_page()  # not `go_on`, whose other parts are due once per poll
         else:
             self._disk.reading.on_failed(page.attempt)
             self._disk.faults[Fault.IO_ERROR.value] += 1

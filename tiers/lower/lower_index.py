@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, groupby
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -100,10 +101,6 @@ class LowerIndex:
         if self.remote is None:
             return np.zeros(len(names), np.bool_)
         return self.remote.are_held(group_id, names) & ~self.disk.are_held(group_id, names)
-
-    def has(self, group_id: int, name: BlockName) -> bool:
-        """Return whether the block is in host memory or on disk."""
-        return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def pop_lost(self) -> Sequence[Lost]:
         """Return the blocks that have disappeared from both host memory and disk since the last call."""
@@ -216,15 +213,9 @@ class LowerIndex:
             self.disk.ages.on_written(names)
             if self._events is not None:
                 self._events.append(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
-        for key in evicted:
-            if (block := self.disk.block_of(key)) is None:
-                continue
-            group_id, name = block
-            self.disk.index.remove(group_id, name)
-            self.disk.ages.on_dropped(name)
-            self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
-            if not self.has(group_id, name):
-                self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
+        blocks = [block for key in evicted if (block := self.disk.block_of(key)) is not None]
+        for group, together in groupby(blocks, key=itemgetter(0)):
+            self._on_left_disk(group, [name for _, name in together], cause)
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
         """Remove a block from the disk's index, because the store has no valid record of the block.
@@ -333,6 +324,16 @@ class LowerIndex:
             self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
+
+    def _on_left_disk(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
+        """Update index, ages, lost blocks and events after the store has evicted these blocks."""
+        for name in names:
+            self.disk.index.remove(group_id, name)
+            self.disk.ages.on_dropped(name)
+        self._tell(BlockRemoved(Tier.DISK, group_id, names, cause))
+        is_in_host = self.host[group_id].pool.find_all(names) != ABSENT
+        if gone := list(compress(names, (~is_in_host).tolist())):
+            self._lost.append(Lost(group_id, gone, Tier.DISK, cause))
 
     def _on_dropped(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
         """Count blocks that were evicted from host memory before they were written to disk."""

@@ -16,7 +16,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import EvictionCause
+from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -164,6 +164,42 @@ def test_a_copy_thread_and_not_the_owner_makes_the_blobs_of_a_batch(monkeypatch:
     keys = [bed.tiers.index.disk.key(0, name) for name in names]
     assert {blob.key: blob.parent for blob in stored} == dict(zip(keys, [b"", *keys], strict=False))
     assert all(blob.digest == digest(blob.raw) and blob.raw == content(name) for blob, name in _pairs(stored, names))
+
+
+def test_what_one_write_has_pushed_out_is_looked_up_and_told_of_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_spill, "MAX_IN_BATCH", 64)
+    bed = SpillBed(num_records=5)
+    for salt in "ab":
+        bed.put(salt, 5)
+        bed.tiers.hints.spill()
+        bed.write()
+        if salt == "b":
+            assert bed.tiers.withdraw(0, np.array(bed.find("a", 5), np.intp)[:3])  # the disk has the last copies
+            bed.tiers.pop_lost()
+        bed.tell(0)
+
+    (lost,) = bed.tiers.pop_lost()
+
+    assert (sorted(lost.names), lost.tier) == (sorted(bed.names("a", 5)[:3]), Tier.DISK)
+    bed.tiers.status.check()
+
+
+def test_a_page_of_the_index_that_comes_adds_no_other_part_of_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = SpillBed(num_records=9)
+    bed.put("a", 5)
+    bed.settle()
+    index, lane = bed.tiers.index, bed.lanes[Route.DISK_TO_HOST]
+    report, reported = index.report_forgotten, list[int]()
+    monkeypatch.setattr(index, "report_forgotten", lambda: reported.append(1) or report())
+    index.disk.follow_opening()
+    num_polls = 0
+    while not bed.tiers.status.is_indexed:
+        bed.tiers.poll()
+        num_polls += 1
+        lane.work()
+        bed.transfers.poll()  # which brings the page
+
+    assert len(reported) == num_polls
 
 
 def _pairs(stored: Sequence[Blob], names: Sequence[BlockName]) -> list[tuple[Blob, BlockName]]:
