@@ -1480,8 +1480,8 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK, cause))\n\n    def remove_from_disk_index(",
-        "pass\n\n    def remove_from_disk_index(",
+        "            self._lost.append(Lost(group_id, gone, Tier.DISK, cause))\n\n    def _on_dropped(",
+        "            pass\n\n    def _on_dropped(",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
