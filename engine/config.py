@@ -160,7 +160,7 @@ class DiskConfig(Table, frozen=True, kw_only=True):
     durability: Literal["process", "interval", "commit"] = "process"
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 10.0
     writes: Literal["direct", "buffered"] | None = None
-    min_free: ByteSize = parse_bytes("1GiB")
+    min_free: ByteSize = parse_bytes("0")
     max_written_bytes_per_day: ByteSize | None = None
     endurance: ByteSize | None = None
     encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
