@@ -1025,7 +1025,7 @@ BUGS = [
     Bug(
         "the store takes the disk space that it is to leave free",
         "store/lmdb/disk_room.py",
-        "return min(self.slab_bytes, taken_bytes + max(0, self._free_bytes() - self._reserve_bytes))",
+        "return min(self.slab_bytes, taken_bytes() + max(0, self._free_bytes() - self._reserve_bytes))",
         "return self.slab_bytes",
         "tests/store/lmdb/test_writes.py",
     ),

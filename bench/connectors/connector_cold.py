@@ -1,29 +1,24 @@
 """Measures what a connector costs where nothing is cached: a prompt's first token, a decoding neighbour's tokens."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreign.lmcache_server import lmcache_server
-from foreign.offloading import offloading_vllm
-from foreign.running import Vllm, make_model, transfer_config
+from foreign.running import Vllm, make_model
 
-from bench.connectors.connector_bed import Prompts, started_sidecar, started_vllm
+from bench.connectors.connector_bed import Prompts
+from bench.connectors.vllm_engines import Started, VllmEngines
 from bench.report import Effort, Row
 from bench.rounds import at_most, ratio_of
 
 PROMPT_TOKENS = 3074
 DECODING_TOKENS = 130  # of the neighbour's prompt
 KV_BYTES = 48 << 20  # less than three prompts, and the neighbour's
-HOST_BYTES = 512 << 20  # of vLLM's own offloading
 WITHOUT, OURS = "without", "connector"
 OPTIONS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": KV_BYTES}
-
-Started = Callable[[str, Path, Path], AbstractContextManager[Vllm]]
-"""vLLM for that *python* and model, with files of its own in that folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +37,12 @@ class Asked:
         return [seconds for answer in self.beside for seconds in answer[key]]
 
 
-@contextmanager
-def _without(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with started_vllm(python, model, None, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _ours(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    sidecar, socket = started_sidecar(folder)
-    with sidecar, started_vllm(python, model, socket, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _native(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with offloading_vllm(python, model, [], HOST_BYTES, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _lmcache(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with lmcache_server(python) as url, Vllm(python, model, transfer_config(url), **OPTIONS) as engine:
-        yield engine
-
-
+_VLLM = VllmEngines(OPTIONS)
 ENGINES: Mapping[str, Started] = {
-    WITHOUT: _without,
-    OURS: _ours,
-    "vLLM's offloading": _native,
-    "LMCache": _lmcache,
+    WITHOUT: _VLLM.alone,
+    OURS: _VLLM.ours,
+    "vLLM's offloading": _VLLM.native,
+    "LMCache": _VLLM.lmcache,
 }
 
 

@@ -9,18 +9,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foreign.lmcache_server import lmcache_server
 from foreign.offloading import offloading_vllm
 from foreign.running import Vllm, make_model, transfer_config
 
-from bench.connectors.connector_bed import Prompts, started_sidecar, started_vllm
+from bench.connectors.connector_bed import Prompts, started_sidecar
+from bench.connectors.vllm_engines import HOST_BYTES, Started, VllmEngines
 from bench.report import Effort, Row
 from bench.rounds import at_most, never, ratio_of
 
@@ -28,7 +28,6 @@ DOCUMENT_TOKENS = 3072
 NUM_DOCUMENTS = 6
 QUESTION_TOKENS = 2
 KV_BYTES = 19 << 20  # one and a half documents of 12 MiB, and the block that vLLM keeps for itself
-HOST_BYTES = 512 << 20  # of vLLM's own offloading
 NUM_BUSY_LOOPS = 2
 OPTIONS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": KV_BYTES}
 
@@ -36,34 +35,6 @@ ALONE, OURS, NATIVE = "vLLM alone", "connector", "vLLM's offloading"
 LMCACHE, LMCACHE_ON_OURS, LIFEBOAT = "LMCache", "LMCache's client on our sidecar", "Lifeboat Cache"
 
 QUIET_CPU_S, QUIET_FOR_S, QUIET_WITHIN_S = 0.01, 0.1, 5.0  # so little in so long: what an engine has begun is over
-
-Started = Callable[[str, Path, Path], AbstractContextManager[Vllm]]
-"""vLLM for that *python* and model, with files of its own in that folder."""
-
-
-@contextmanager
-def _alone(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with started_vllm(python, model, None, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _ours(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    sidecar, socket = started_sidecar(folder, disk=None)
-    with sidecar, started_vllm(python, model, socket, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _native(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with offloading_vllm(python, model, [], HOST_BYTES, **OPTIONS) as engine:
-        yield engine
-
-
-@contextmanager
-def _lmcache(python: str, model: Path, folder: Path) -> Iterator[Vllm]:
-    with lmcache_server(python) as url, Vllm(python, model, transfer_config(url), **OPTIONS) as engine:
-        yield engine
 
 
 @contextmanager
@@ -88,18 +59,19 @@ def _lifeboat(package: Path, python: str, model: Path, folder: Path) -> Iterator
         yield engine
 
 
+_VLLM = VllmEngines(OPTIONS, disk=None)
 ENGINES: Mapping[str, Started] = {
-    ALONE: _alone,
-    OURS: _ours,
-    NATIVE: _native,
-    LMCACHE: _lmcache,
+    ALONE: _VLLM.alone,
+    OURS: _VLLM.ours,
+    NATIVE: _VLLM.native,
+    LMCACHE: _VLLM.lmcache,
     LMCACHE_ON_OURS: _lmcache_on_ours,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one engine has answered, in the order in which all engines were asked."""
+    """The answers of one engine, in the order in which the engines were asked."""
 
     cold_s: list[float] = field(default_factory=list)  # until a document's first token, at its first reading
     cold_cpu_s: list[float] = field(default_factory=list)  # of the engine and its servers
@@ -110,7 +82,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked: sets of documents, and how often each set is read again."""
+    """The number of sets of documents, and how often each set is read again."""
 
     num_sets: int
     num_readings: int
@@ -146,7 +118,7 @@ def head_to_head_rows(effort: Effort, python: str, folder: Path, is_busy: bool, 
 def _read(
     engines: Mapping[str, Vllm], prompts: Prompts, sizes: Sizes, others: Sequence[int] = ()
 ) -> Mapping[str, Seen]:
-    """Have all engines read the same documents in turns. Processes *others* are not theirs."""
+    """Ask all engines about the same documents in turns. *others* are pids of processes that are not theirs."""
     seen = {name: Seen() for name in engines}
     number = 0
     for _ in range(sizes.num_sets):

@@ -59,7 +59,7 @@ def tier_room_rows(effort: Effort, python: str, folder: Path) -> list[Row]:
 
 
 def _stored(engine: Vllm, asked: Sequence[list[int]], prompts: Prompts) -> Any:
-    """Have the engine compute the prompts together; return its answer once all of them are on disk."""
+    """Compute the prompts in one batch. Return the engine's answer once all prompts are on disk."""
     engine.generate([prompts.next()], 1)  # what comes first takes longer
     engine.settle()
     answer = engine.generate(asked, 1)

@@ -247,7 +247,7 @@ def foreign_rows(endpoint: str) -> list[Row]:
 
 
 def writing_rows(sidecar: Sidecar) -> list[Row]:
-    """One that writes into chunks that another has stored, as each client can that maps the sidecar's memory."""
+    """A client that overwrites chunks which another client has stored. Each client that maps the memory can do that."""
     num_wrong = num_refused = 0
     num_rounds = 20
     with zmq.Context() as context, Dealer(context, sidecar.endpoint) as owner, sidecar.segment.open("r+b") as memory:

@@ -38,7 +38,7 @@ class Seen:
         ]
 
     def repaired_rows(self, name: str) -> list[Row]:
-        """What is damaged in host memory is loaded from disk."""
+        """Return the rows of prompts with damaged blocks in host memory, which must be loaded from disk."""
         limit = CHUNK_TOKENS + PROMPT_TOKENS % CHUNK_TOKENS
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
@@ -48,7 +48,7 @@ class Seen:
         ]
 
     def damaged_rows(self, name: str) -> list[Row]:
-        """What is damaged everywhere is computed again."""
+        """Return the rows of prompts with damaged blocks in every tier, which must be computed again."""
         minimum = min(self.scheduled)
         return [
             Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),

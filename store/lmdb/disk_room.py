@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.store.lmdb import data_file
@@ -29,15 +30,15 @@ class DiskRoom:
         self.slab_bytes = data_file.slab_bytes(max_bytes)  # limit on the bytes of all slots
         self.num_shrunk = 0  # how often the capacity was lowered
 
-    def slab_limit(self, taken_bytes: int) -> int:
-        """Return the limit on the bytes of all slots, which take *taken_bytes* now.
+    def slab_limit(self, taken_bytes: Callable[[], int]) -> int:
+        """Return the limit on the bytes of all slots. *taken_bytes* returns how many bytes they take now.
 
         If the disk has no more free space than the reserve, the limit is what they take now. So new blocks are stored
         in the place of evicted ones.
         """
         if not self._reserve_bytes:
             return self.slab_bytes
-        return min(self.slab_bytes, taken_bytes + max(0, self._free_bytes() - self._reserve_bytes))
+        return min(self.slab_bytes, taken_bytes() + max(0, self._free_bytes() - self._reserve_bytes))
 
     def shrink(self, taken_bytes: int) -> bool:
         """Lower the capacity to what fits into *taken_bytes*, the disk space that the store's slots take now.

@@ -214,7 +214,7 @@ class LmdbWriter:
         sealed = [seal(blob, self._codec, self._cipher) for blob in new]
         with self._files.writer:
             self.room.grow_back()
-            limit_bytes = self.room.slab_limit(self._files.slot_bytes())
+            limit_bytes = self.room.slab_limit(self._files.slot_bytes)
             places = self._files.reserve([slot_bytes(one.payload.nbytes) for one in sealed], limit_bytes)
         try:
             self._write([place.slot for place in places], [one.payload for one in sealed])

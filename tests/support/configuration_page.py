@@ -290,6 +290,6 @@ def _toml(value: object) -> str:
 
 def _size(num_bytes: int) -> str:
     for unit, one in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes % one == 0:
+        if num_bytes and num_bytes % one == 0:
             return f"{num_bytes // one}{unit}"
     return str(num_bytes)

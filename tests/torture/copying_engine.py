@@ -1,7 +1,8 @@
 """Engines of two processes on a sidecar: one leases slots, as a scheduler does, and one copies, as a worker does.
 
 Every block's bytes tell which block it is, and each copy is compared with them. A worker that gets SIGUSR1 stops itself
-in the middle of its next copy. Started by `stopped_engines`, as a scheduler, a worker, or both for LMCache's endpoint.
+in the middle of its next copy, unless SIGUSR2 comes first. Started by `test_stopped_engines`, as a scheduler, a worker,
+or both for LMCache's endpoint.
 """
 
 import mmap
@@ -72,6 +73,7 @@ class Copier:
         self._counts = counts
         self._is_to_stop = False
         signal.signal(signal.SIGUSR1, self._on_signal)
+        signal.signal(signal.SIGUSR2, self._on_signal)
 
     def write(self, slot: np.ndarray, own: np.ndarray) -> None:
         """Fill the slot."""
@@ -89,7 +91,7 @@ class Copier:
         self._counts.add(WRONG, not np.array_equal(found, own))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._is_to_stop = True
+        self._is_to_stop = number == signal.SIGUSR1
 
     def _may_stop(self) -> None:
         if self._is_to_stop:

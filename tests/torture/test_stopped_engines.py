@@ -6,7 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -70,12 +70,20 @@ class TorturedEngine:
         """Whether one of its processes has; the other one then ends too."""
         return any(process.poll() is not None for process in self.processes)
 
-    def stop(self, in_copy: bool) -> None:
-        """Stop it: in the middle of a copy, or anywhere."""
+    def stop_in_copy(self, num_done: Callable[[], int]) -> None:
+        """Stop it in the middle of its next copy, or anywhere if it has no slots to copy to or from.
+
+        *num_done* counts the operations of the engine. They go on without copies while other engines hold all slots.
+        """
+        start = num_done()
+        self.signal(signal.SIGUSR1, self.copier)
+        wait_for(lambda: self.has_ended or _is_stopped(self.copier.pid) or num_done() > start + LONG)
+        self.signal(signal.SIGUSR2, self.copier)  # it comes too late if the engine is stopped
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop it, anywhere."""
         self.is_stopped = True
-        if in_copy:
-            self.signal(signal.SIGUSR1, self.copier)
-            wait_for(lambda: self.has_ended or _is_stopped(self.copier.pid))
         self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -151,8 +159,10 @@ class Torture:
             self._kill(number)
         elif engine.is_stopped:
             engine.go_on()
-        else:  # one that has copied something knows what the signal means
-            engine.stop(in_copy=fate < 0.8 and bool(self._counts[engine.number, OPERATIONS]))
+        elif fate < 0.8 and self._counts[engine.number, OPERATIONS]:  # so it knows what the signal means
+            engine.stop_in_copy(lambda: int(self._counts[engine.number, OPERATIONS]))
+        else:
+            engine.stop()
         while len(stopped := [each for each in self.engines if each.is_stopped]) > 1:
             self.rng.choice(stopped).go_on()
         num_operations = LONG if self.rng.random() < 0.2 else SHORT
