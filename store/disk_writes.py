@@ -6,13 +6,13 @@ from enum import StrEnum
 class DiskWrites(StrEnum):
     """How payloads are written. Both settings store the same bytes.
 
-    DIRECT    Past the page cache (O_DIRECT), which takes a third of the processor time. Use it if a tier of memory
-              above the store keeps recent blocks: then the page cache would hold them a second time.
-    BUFFERED  Through the page cache. Use it if blocks are read again soon after they were written: they are then
-              copied from memory.
+    DIRECT    Past the page cache (O_DIRECT), which takes a third of the processor time. Use it if a memory tier above
+              the store keeps recent blocks, because BUFFERED would keep them a second time in the page cache.
+    BUFFERED  Through the page cache. Use it if no memory tier is above the store, and blocks are read again soon: the
+              page cache then serves them from memory.
 
-    A slot whose pages are in the page cache is written through the page cache with both settings. So is a payload that
-    is not aligned, and every payload on a file system without O_DIRECT, such as tmpfs.
+    DIRECT still writes through the page cache in three cases: the slot's pages are already in it, the payload's memory
+    is not aligned as O_DIRECT requires, or the file system has no O_DIRECT, such as tmpfs.
     """
 
     DIRECT = "direct"

@@ -1,4 +1,4 @@
-"""`VllmEngines`: the real vLLM without a connector, with ours, and with others, started with the same options."""
+"""`VllmEngines`: starts vLLM with the same options without a connector, with ours, or with another one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +20,7 @@ Started = Callable[[str, Path, Path], AbstractContextManager[Vllm]]
 
 @dataclass(frozen=True, slots=True)
 class VllmEngines:
-    """Starts vLLM with *options*. *disk* is the size of our sidecar's disk, or None if it has none."""
+    """Starts vLLM with *options*. *disk* is the capacity of the sidecar's disk tier, or None for no disk tier."""
 
     options: dict[str, Any]
     disk: str | None = DISK

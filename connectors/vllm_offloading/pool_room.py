@@ -20,7 +20,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostPool:
-    """What `PoolRoom` sees and does of vLLM's host pool."""
+    """The part of vLLM's host pool that `PoolRoom` reads and calls."""
 
     num_available: Callable[[], int]  # chunks that are free or that vLLM may evict
     touch: Callable[[Sequence[bytes]], None]  # have vLLM evict these blocks after all others, the last of them first
@@ -44,13 +44,14 @@ class PoolRoom:
     its blocks are being copied, for example because other requests load their prefixes. These copies end soon, so
     waiting for them takes less time than computing a long prefix.
 
-    The blocks of a request are evictable until all of them are in the pool and vLLM copies them. To load each block
-    only once, a request takes no room while an earlier one waits, and no room that holds an earlier one's blocks.
-    `touch` makes vLLM evict the blocks of ended requests first. Only vLLM's scheduler calls the methods.
+    vLLM can evict the loaded blocks of a request until all of its blocks are in the pool and vLLM copies them. So that
+    each block is loaded only once, a request takes no room while an earlier request waits, and evicts no block of an
+    earlier request. `touch` makes vLLM evict the blocks of ended requests first. Only vLLM's scheduler calls the
+    methods.
     """
 
     def __init__(self, num_chunks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the room of a pool of *num_chunks* chunks that is empty until the first call of `see`."""
+        """Create the room of a pool of *num_chunks* chunks. It counts as empty until the first call of `see`."""
         self._num_chunks = num_chunks
         self._clock = clock
         self._pool: HostPool | None = None

@@ -16,8 +16,8 @@ class DiskRoom:
     """The current capacity of a store, which is lower than *max_bytes* while the disk is full.
 
     Independently of the capacity, the files grow only while the disk has more than *reserve_bytes* free, which the
-    store leaves to other programs. *name* is the path of the store's folder, for messages. *here* is a path that leads
-    to the same folder even after a rename. Only a thread with the writer's lock may use this object.
+    store leaves to other programs. *name* is the path of the store's folder, for messages. *here* is a path to the same
+    folder that stays valid if the folder is renamed. Only a thread with the writer's lock may use this object.
     """
 
     def __init__(self, name: Path, here: Path, max_bytes: int, reserve_bytes: int = 0) -> None:
@@ -33,8 +33,8 @@ class DiskRoom:
     def slab_limit(self, taken_bytes: Callable[[], int]) -> int:
         """Return the limit on the bytes of all slots. *taken_bytes* returns how many bytes they take now.
 
-        If the disk has no more free space than the reserve, the limit is what they take now. So new blocks are stored
-        in the place of evicted ones.
+        If at most the reserve is free on the disk, the limit is the disk space that the slots take now. So new blocks
+        are stored in the place of evicted ones.
         """
         if not self._reserve_bytes:
             return self.slab_bytes
@@ -43,7 +43,7 @@ class DiskRoom:
     def shrink(self, taken_bytes: int) -> bool:
         """Lower the capacity to what fits into *taken_bytes*, the disk space that the store's slots take now.
 
-        A part of this space is left to the index: `_INDEX_ROOM_BYTES`, but at most a quarter. If no capacity would be
+        `_INDEX_ROOM_BYTES` of this space, but at most a quarter of it, is left to the index. If no capacity would be
         left, because other files fill the disk, this changes nothing and returns False.
         """
         taken_bytes = min(self.slab_bytes, taken_bytes)

@@ -347,11 +347,11 @@ class LmdbFiles:
             return act(change, _RECORDS_WHEN_FULL)
 
     def reserve(self, sizes: Sequence[int], limit_bytes: int) -> list[ReservedSlot]:
-        """Reserve a slot for each of *sizes*, so that a put can write to it before a change gives it to a record.
+        """Reserve a slot for each of *sizes*. A put can write to these slots before a change gives them to records.
 
         All slots together may take at most *limit_bytes* on disk. If there is no room for new slots, the disk space of
-        free slots of other sizes is released. Raises `StoreFull` if that does not help. The caller must `release` the
-        slots at the end.
+        free slots of other sizes is released. Raises `StoreFull` if that does not help. When the put ends, with or
+        without success, the caller must pass all these slots to `release`.
         """
         self._refuse_forked()
         with self.writer:
@@ -385,7 +385,9 @@ class LmdbFiles:
         self._reserved.drop(slots)
 
     def release(self, slots: Iterable[ReservedSlot]) -> None:
-        """End the reservation of those *slots* that no record got, and release the disk space of new slots and holes.
+        """End the reservation of those *slots* that no record got.
+
+        The disk space of those among them that took none before is released.
 
         No thread may write to the slots any more.
         """

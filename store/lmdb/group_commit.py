@@ -1,4 +1,4 @@
-"""`GroupCommit`: enters what several threads have written in one change of the index."""
+"""`GroupCommit`: makes one change of the index for the payloads that several threads have written."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -31,10 +31,11 @@ class _Call(Generic[ItemT]):
 class GroupCommit(Generic[ItemT]):
     """A group commit, which stores the items of concurrent `put` calls together in one change of the store.
 
-    *act* makes one change, and returns the keys that it evicted. Calls that arrive meanwhile wait for the next change,
-    which stores up to *max_bytes*. The call that gets the *writer* lock stores the items of all waiting calls. So there
+    *act* makes one change, and returns the keys that it evicted. Calls that
+    arrive during a change wait for the next one. One change stores at most *max_bytes*, or one call. The call that gets
+    the *writer* lock makes changes until its own items are stored, together with those of the calls that wait. So there
     is no extra thread, and a single call does not wait for others. If that call is interrupted, the next one that gets
-    the lock stores the remaining items.
+    the lock stores the items of the other calls.
     """
 
     def __init__(self, writer: threading.RLock, max_bytes: int, act: Callable[[Sequence[ItemT]], list[bytes]]) -> None:
@@ -51,8 +52,8 @@ class GroupCommit(Generic[ItemT]):
     def put(self, items: Sequence[ItemT], num_bytes: int) -> list[bytes]:
         """Store *items* of *num_bytes* in total, and return the keys that were evicted to make room.
 
-        Raises the error if storing them fails. After the call has ended, even by an interruption, no thread uses
-        *items* any more.
+        Raises the error if storing them fails. Once the call has returned or was interrupted, no other thread uses
+        *items*.
         """
         call = _Call(items, num_bytes)
         try:

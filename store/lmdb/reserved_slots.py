@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class ReservedSlot(NamedTuple):
     """A slot that one put may write to.
 
-    *freed_by* is the number of the change that freed it. It is None if the slot takes no disk space according to the
-    index, because it is a hole, or lies beyond the end of its slab.
+    *freed_by* is the number of the change that freed it. It is None if the index says that the slot takes no disk
+    space: a hole (a free slot whose disk space was released), or a slot beyond the end of its slab.
     """
 
     slot: Slot
@@ -26,7 +26,8 @@ class ReservedSlots:
     """The reserved slots of all puts in progress. Only a thread with the writer's lock may use them.
 
     A reservation lives in memory only. In the index its slot stays what it is: free, a hole, or beyond the end of its
-    slab. So a process that ends at any point leaves nothing to undo but the disk space of holes.
+    slab. So if the process ends at any point, the only thing to undo is to release the disk space that was written to
+    holes or beyond the end of a slab.
 
     *new_bytes* is the size of those reserved slots that take no disk space according to the index.
     """
@@ -46,8 +47,8 @@ class ReservedSlots:
     ) -> list[ReservedSlot]:
         """Return *num_slots* slots of *num_bytes* that no record and no put has. They are not reserved yet.
 
-        Free slots come first, if a change up to *usable_before* has freed them. Then come holes, then new slots at the
-        end of the slab.
+        Free slots come first, but only those freed by changes up to and including number *usable_before*. Then come
+        holes, then new slots at the end of the slab.
         """
         free = (
             ReservedSlot(slot, change)

@@ -41,11 +41,11 @@ class _StillTooMuch(Exception):
 
 
 class _Vanished(Exception):
-    """Error of a put whose record was evicted after the put had found it, so that its payload was not written."""
+    """Error of a put that found a record of a key, and so wrote no payload, before that record was evicted."""
 
 
 class WrittenBlob(NamedTuple):
-    """A blob of a put, as it is entered in the index. *place* and *sealed* are None if its key had a record."""
+    """A blob of a put, as it is entered in the index. *place* and *sealed* are None if its key had a record before."""
 
     blob: Blob
     sealed: Sealed | None
@@ -57,7 +57,7 @@ class WrittenBlob(NamedTuple):
 
 
 class InFlight:
-    """A limit on the bytes that concurrent puts write to reserved slots, so that these take a bounded disk space."""
+    """Limits how many bytes concurrent puts write to reserved slots, which bounds the disk space of these slots."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -66,7 +66,10 @@ class InFlight:
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[None]:
-        """Wait until *num_bytes* fit, and count them during the `with` statement. A single put always fits."""
+        """Wait until *num_bytes* fit, and count them during the `with` statement.
+
+        A put that is alone does not wait, even if it is larger than the limit.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes)
             self._num_bytes += num_bytes
@@ -114,7 +117,7 @@ class LmdbWriter:
     def fit_capacity(self) -> None:
         """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
 
-        Puts return evicted keys, but not these: right after opening, no caller knows yet which keys the store has.
+        No put returns these keys, because right after opening no caller knows yet which keys the store has.
         """
         self._evict_to(self._files.capacity_bytes)
         self._untold.clear()
