@@ -96,6 +96,7 @@ RESULTS = [
     Result("store", "bench.store.store"),
     Result("store_peers", "bench.store.store_peers"),
     Result("store_race", "bench.store.store_race", (*_OF_ENGINES, "--lifeboat", str(LIFEBOAT)), [Need.ENGINES]),
+    Result("io_uring", "bench.store.io_uring"),
     Result("store_bit_flips", "bench.store.store_bit_flips"),
     Result("object_requests", "bench.store.object_requests"),
     Result("remote_faults", "bench.store.remote_faults", needs=[Need.REDIS], is_sampled=True),
