@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +44,11 @@ class Slot(NamedTuple):
     number: int
 
 
+def num_runs(slots: Sequence[Slot]) -> int:
+    """Return the number of runs of neighbouring slots in *slots*, which are sorted."""
+    return 1 + sum(a.num_bytes != b.num_bytes or a.number + 1 != b.number for a, b in pairwise(slots)) if slots else 0
+
+
 def slot_bytes(value_bytes: int) -> int:
     """Return the slot size for values of *value_bytes*, rounded up to whole pages."""
     return -(-value_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -62,7 +67,7 @@ class Slabs:
 
     def __init__(self, folder: Path, writes: DiskWrites = DiskWrites.BUFFERED) -> None:
         self._folder = folder
-        self._writes = writes
+        self.writes = writes
         self._opening = threading.Lock()  # guards the creation of slabs
         self._slabs: dict[int, SlabFile] = {}
         self._num_named = -1  # files whose directory entries are on disk
@@ -82,17 +87,8 @@ class Slabs:
 
         Makes one system call per run of neighbouring slots.
         """
-        run: list[memoryview] = []
-        size = first = after = 0  # of the run: the slots' size, the first slot's number, and the number behind the run
-        for (num_bytes, number), out in sorted(zip(slots, outs, strict=True), key=itemgetter(0)):
-            if number != after or num_bytes != size or len(run) == _MAX_BUFFERS // 2:
-                if run:
-                    self._slab(size).read(first, run)
-                run, size, first = [], num_bytes, number
-            run.append(out)
-            after = number + 1
-        if run:
-            self._slab(size).read(first, run)
+        for slab, first, run in self._runs(slots, outs):
+            slab.read(first, run)
 
     def is_cached(self, slot: Slot) -> bool:
         """Return whether all pages of the slot are in the page cache now."""
@@ -147,14 +143,17 @@ class Slabs:
         self, slots: Sequence[Slot], buffers: Sequence[memoryview]
     ) -> "Iterator[tuple[SlabFile, int, list[memoryview]]]":
         """Yield for each run of neighbouring slots their slab, the first slot's number, and their buffers."""
-        pairs = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
-        for (num_bytes, _), run in groupby(
-            enumerate(pairs), lambda place: (place[1][0].num_bytes, place[1][0].number - place[0])
-        ):
-            found = [pair for _, pair in run]
-            for start in range(0, len(found), _MAX_BUFFERS // 2):
-                part = found[start : start + _MAX_BUFFERS // 2]
-                yield self._slab(num_bytes), part[0][0].number, [buffer for _, buffer in part]
+        run: list[memoryview] = []
+        size = first = after = 0  # of the run: the slots' size, the first slot's number, and the number behind the run
+        for (num_bytes, number), buffer in sorted(zip(slots, buffers, strict=True), key=itemgetter(0)):
+            if number != after or num_bytes != size or len(run) == _MAX_BUFFERS // 2:
+                if run:
+                    yield self._slab(size), first, run
+                run, size, first = [], num_bytes, number
+            run.append(buffer)
+            after = number + 1
+        if run:
+            yield self._slab(size), first, run
 
     def _slab(self, num_bytes: int) -> "SlabFile":
         slab = self._slabs.get(num_bytes)
@@ -163,7 +162,7 @@ class Slabs:
                 slab = self._slabs.get(num_bytes)
                 if slab is None:
                     path = self._folder / f"{_PREFIX}{num_bytes}"
-                    slab = self._slabs[num_bytes] = SlabFile(path, num_bytes, self._writes)
+                    slab = self._slabs[num_bytes] = SlabFile(path, num_bytes, self.writes)
         return slab
 
 

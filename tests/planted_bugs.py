@@ -955,22 +955,22 @@ BUGS = [
     Bug(
         "a hole is punched although its slot was freed after the checkpoint",
         "store/lmdb/change.py",
-        "                if change <= self._usable_before and Slot",
-        "                if Slot",
+        "                if change <= self._usable_before:\n",
+        "                if True:\n",
         "tests/store/lmdb/test_durability.py",
     ),
     Bug(
         "the disk space of a slot is released while a put writes to it",
         "store/lmdb/change.py",
-        " and Slot(num_bytes, number) not in self._reserved:",
-        ":",
+        " if slot not in self._reserved)",
+        ")",
         "tests/store/lmdb/test_writes.py",
     ),
     Bug(
         "two puts write to the same slot",
         "store/lmdb/reserved_slots.py",
-        "            if slot not in self._slots\n",
-        "",
+        " for slot in slots if slot not in self._slots]",
+        " for slot in slots]",
         "tests/store/lmdb/test_writes.py",
     ),
     Bug(

@@ -16,7 +16,7 @@ import xxhash
 
 from kvtier.store.folder import open_or_make, open_private, sync_folder
 
-_LAYOUT = "kvtier-store-6"  # version of the sub-databases and their rows; record headers have their own version
+_LAYOUT = "kvtier-store-7"  # version of the sub-databases and their rows; record headers have their own version
 _NAME = "boot_mark"
 _COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
 _COPIES_AT = (0, 4096)  # offsets, so far apart that no page and no block of the disk contains both copies

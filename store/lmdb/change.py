@@ -1,6 +1,7 @@
 """`Change`: a write transaction on all sub-databases of an LMDB store together."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from kvtier.store.lmdb.tables import (
     Tables,
     ascending,
     checksum,
+    free_row,
+    free_rows,
     verified,
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
@@ -36,7 +39,7 @@ MAX_SECOND_CHANCES = 160
 _MAX_HOLES = 128
 REMOVAL_BYTES = 8 << 20
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
-_ROWS_AT_ONCE = 64
+_MIN_ROWS, _MAX_ROWS = 8, 256  # of records that an eviction reads at once
 
 
 def last_usable(counters: Counters, synced_change: int | None) -> int:
@@ -91,6 +94,7 @@ class Change:
         self.counters.num_changes += 1
         self._num_chances_left = num_chances
         self._num_written = 0
+        self._freed: defaultdict[int, list[int]] = defaultdict(list)  # numbers of the slots by size
         self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
     def mark(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -107,11 +111,16 @@ class Change:
         A slot that lies beyond the end of its slab makes the slab longer. Slots between the old end and the new one,
         which other puts have reserved, become holes until they are taken.
         """
-        for slot, freed_by in sorted(slots):
-            if freed_by is not None:
-                if not self._txn.delete(FREE.pack(slot.num_bytes, freed_by, slot.number), db=self._tables.free):
-                    raise lmdb.CorruptedError("a reserved slot is not listed as free")
-                continue
+        freed: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        new: list[Slot] = []
+        for slot, freed_by in slots:
+            if freed_by is None:
+                new.append(slot)
+            else:
+                freed[slot.num_bytes, freed_by].add(slot.number)
+        for (num_bytes, change), numbers in freed.items():
+            self._take_free(num_bytes, change, numbers)
+        for slot in sorted(new):
             self.counters.slab_bytes += slot.num_bytes
             end = self._end_of(slot.num_bytes)
             if slot.number < end:
@@ -132,18 +141,22 @@ class Change:
         """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
-        found: list[bytes] = []
+        found: dict[tuple[int, int], set[int]] = {}
         with self._txn.cursor(db=self._tables.free) as cursor:
             for key, row in ascending(cursor):
-                if len(to_punch) == limit or excess_bytes <= 0:
+                if len(to_punch) >= limit or excess_bytes <= 0:
                     break
-                num_bytes, change, number = FREE.unpack_key(key, row)
-                if change <= self._usable_before and Slot(num_bytes, number) not in self._reserved:
-                    found.append(key)
-                    to_punch.append(Slot(num_bytes, number))
-                    excess_bytes -= num_bytes
-        for key, slot in zip(found, to_punch, strict=True):
-            self._txn.delete(key, db=self._tables.free)
+                num_bytes, change, numbers = free_row(key, row)
+                if change <= self._usable_before:
+                    unused = (Slot(num_bytes, number) for number in numbers)
+                    num_wanted = min(limit - len(to_punch), -(-excess_bytes // num_bytes))
+                    some = list(islice((slot for slot in unused if slot not in self._reserved), num_wanted))
+                    found.setdefault((num_bytes, change), set()).update(slot.number for slot in some)
+                    to_punch += some
+                    excess_bytes -= num_bytes * len(some)
+        for (num_bytes, change), gone in found.items():
+            self._take_free(num_bytes, change, gone)
+        for slot in to_punch:
             self._add_hole(slot)
             self.counters.slab_bytes -= slot.num_bytes
         return to_punch
@@ -210,7 +223,7 @@ class Change:
         becomes the newest. One change may skip only a limited number of records, so check `counters` to see whether
         another change is needed.
         """
-        evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, limit, NO_TENANT)
+        evicted = self._turn(lambda: self.counters.stored_bytes - limit_bytes, limit, NO_TENANT)
         self.counters.evicted_total += len(evicted)
         return evicted
 
@@ -219,7 +232,7 @@ class Change:
 
         Evicts at most *limit* records, and skips records that are marked as recently used, as `evict` does.
         """
-        evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, limit, tenant)
+        evicted = self._turn(lambda: self.bytes_of(tenant) - limit_bytes, limit, tenant)
         self.counters.evicted_total += len(evicted)
         self.counters.quota_evicted_total += len(evicted)
         return evicted
@@ -235,7 +248,7 @@ class Change:
             return self.counters.stored_bytes if tenant == NO_TENANT else self.bytes_of(tenant)
 
         limit_bytes = max(0, stored_bytes() - num_bytes)
-        return self._turn(lambda: stored_bytes() > limit_bytes, limit, tenant), stored_bytes()
+        return self._turn(lambda: stored_bytes() - limit_bytes, limit, tenant), stored_bytes()
 
     def bytes_of(self, tenant: bytes) -> int:
         """Return how many bytes of the capacity the records of *tenant* take."""
@@ -257,7 +270,10 @@ class Change:
             self._txn.delete(spare, db=self._tables.ledger)
 
     def write_accounts(self) -> None:
-        """Write the counters and the tenants' byte counts. This must be the last step of every change."""
+        """Write the freed slots, the counters and the tenants' bytes. This must be the last step of every change."""
+        for num_bytes, numbers in self._freed.items():
+            rows = free_rows(num_bytes, self.counters.num_changes, sorted(numbers))
+            self._put_all(self._tables.free, list(rows))
         if self._num_written:
             self.counters.on_written(self._num_written, time.time())
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
@@ -267,18 +283,19 @@ class Change:
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
-    def _turn(self, is_too_much: Callable[[], bool], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *is_too_much* returns True."""
+    def _turn(self, excess_bytes: Callable[[], int], limit: int, tenant: bytes) -> list[bytes]:
+        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *excess_bytes* are stored."""
         evicted: list[bytes] = []
         after = b"" if tenant == NO_TENANT else tenant
-        while len(evicted) < limit and is_too_much():
-            page = self._oldest(tenant, after, min(_ROWS_AT_ONCE, limit - len(evicted)))
+        while len(evicted) < limit and (excess := excess_bytes()) > 0:
+            likely = excess * max(1, self.counters.num_records) // max(1, self.counters.stored_bytes)
+            page = self._oldest(tenant, after, min(max(_MIN_ROWS, likely + 1), _MAX_ROWS, limit - len(evicted)))
             if not page:
                 raise lmdb.CorruptedError("the counters claim more stored bytes than all records have")
             rows = self._rows_of(key for _, _, key in page)
             gone: dict[bytes, RecordRow] = {}
             for position, owner, key in page:
-                if not is_too_much():
+                if excess <= 0:
                     break
                 after = (b"" if tenant == NO_TENANT else tenant) + position + b"\0"
                 row = rows.get(key)
@@ -287,6 +304,7 @@ class Change:
                 if not row.is_marked:
                     gone[key] = row
                     self._count_out(row)
+                    excess -= row.charged_bytes
                 elif not self._num_chances_left:  # this transaction may skip no more marked records
                     self._delete(gone)
                     return evicted + list(gone)
@@ -335,17 +353,35 @@ class Change:
 
     def _delete(self, rows: Mapping[bytes, RecordRow]) -> None:
         """Delete the records of *rows* (by key) from all tables, and free their slots."""
-        freed: list[bytes] = []
         for key, row in rows.items():
             self._txn.delete(key, db=self._tables.records)
             self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
-            freed.append(FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number))
-        self._put_all(self._tables.free, [(slot, checksum(slot)) for slot in sorted(freed)])
+            self._freed[row.slot.num_bytes].append(row.slot.number)
 
     def _leave_place(self, position: bytes, owner: bytes) -> None:
         self._txn.delete(position, db=self._tables.order)
         if owner != NO_TENANT:
             self._txn.delete(owner + position, db=self._tables.owned)
+
+    def _take_free(self, num_bytes: int, change: int, numbers: set[int]) -> None:
+        """Remove the slots *numbers* of *num_bytes*, which *change* has freed, from the list of free slots."""
+        there: dict[bytes, tuple[int, ...]] = {}
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            is_any = cursor.set_range(FREE.pack(num_bytes, change, 0))
+            for key, packed in ascending(cursor) if is_any else ():
+                *freed, listed = free_row(key, packed)
+                if freed != [num_bytes, change]:
+                    break
+                there[key] = listed
+        num_found = 0
+        for key, listed in there.items():
+            left = [number for number in listed if number not in numbers]
+            if len(left) < len(listed):
+                num_found += len(listed) - len(left)
+                self._txn.delete(key, db=self._tables.free)
+                self._put_all(self._tables.free, list(free_rows(num_bytes, change, left)))
+        if num_found < len(numbers):
+            raise lmdb.CorruptedError("a reserved slot is not listed as free")
 
     def _end_of(self, num_bytes: int) -> int:
         """Return the number of slots in the slab with slots of *num_bytes*."""

@@ -9,9 +9,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -21,7 +20,7 @@ from kvtier.store.record import Fault, digest_for_threads, plain_digest
 from kvtier.store.slab import Slot
 
 NUM_READERS = 8  # threads that share a large read: enough concurrent requests to keep a drive busy
-_LOCATED_BYTES = 16 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
+_LOCATED_BYTES = 64 << 20  # limit on the bytes of blocks (or one block) whose slots are looked up in one transaction
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +60,6 @@ class _Other(NamedTuple):
     out: memoryview  # the buffer
 
 
-_Placed = TypeVar("_Placed", _Raw, _Other)
-
-
 class LmdbReader:
     """A reader of the blocks in *files*, which verifies each block and counts faults. Thread-safe.
 
@@ -86,7 +82,7 @@ class LmdbReader:
         with self._counting:
             self._num_requests += 1
         try:
-            return self._read_shares(pairs)
+            return [result for run in _runs(pairs, _LOCATED_BYTES) for result in self._read_some(pairs[run])]
         finally:
             with self._counting:
                 self._num_requests -= 1
@@ -118,22 +114,61 @@ class LmdbReader:
         """End the reader's threads. The files must be closed first. A second call does nothing."""
         self._threads.shutdown()
 
-    def _read_shares(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read blocks with several threads. Each thread takes the next share when it is free.
+    def _read_some(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        """Read and verify blocks, and delete those of their records that are bad."""
+        results = self._read_now(pairs)
+        faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
+        for i in faults:
+            if _is_bad(results[i]):
+                results[i] = self._judge(*pairs[i])
+        with self._counting:
+            for i in faults:
+                result = results[i]
+                if isinstance(result, Fault) and result is not Fault.MISSING:
+                    self._faults[result] += 1
+        return results
+
+    def _read_now(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        """Find the slots of these blocks in one transaction, and read them after it has ended.
+
+        If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
+        """
+        results: list[bytes | Fault] = [Fault.IO_ERROR] * len(pairs)
+        raw: list[_Raw] = []
+        others: list[_Other] = []
+        with contextlib.suppress(OSError), self._files.using():
+            for i, ((key, out), place) in enumerate(zip(pairs, self._located([key for key, _ in pairs]), strict=True)):
+                if place is None:
+                    results[i] = Fault.MISSING
+                    continue
+                header, slot = place
+                known = plain_digest(key, header, out.nbytes) if self._cipher is None else None
+                if known is None or out.nbytes > slot.num_bytes:
+                    others.append(_Other(slot, memoryview(b""), i, key, header, out))
+                else:
+                    raw.append(_Raw(slot, out, i, known))
+        raw.sort(key=itemgetter(0))  # one system call reads neighbouring slots
+        self._share([*raw, *others], results)
+        return results
+
+    def _share(self, placed: Sequence[_Raw | _Other], results: list[bytes | Fault]) -> None:
+        """Read blocks into their buffers with several threads. Each thread takes the next share when it is free.
 
         A thread that gets no processor in time delays nothing: if all shares have been taken, it is not waited for.
+        *results* gets the digest or the fault of each block.
         """
-        num_bytes = sum(out.nbytes for _, out in pairs)
+        if not placed:
+            return
+        num_bytes = sum(each.slot.num_bytes for each in placed)
         is_small = num_bytes < 2 * _COLD.bytes_per_thread
-        way = _CACHED if is_small or self._seems_cached(pairs[len(pairs) // 2][0]) else _COLD
+        way = _CACHED if is_small or self._seems_cached(placed[len(placed) // 2].slot) else _COLD
         # Requests that are read at the same time have equal numbers of threads.
-        num_threads = min(way.num_threads // self._num_requests, len(pairs), num_bytes // way.bytes_per_thread)
+        num_threads = min(way.num_threads // self._num_requests, len(placed), num_bytes // way.bytes_per_thread)
         if num_threads <= 1:
-            return self._read_share(pairs, way.piece_bytes)
-        size = -(-len(pairs) // (num_threads * way.shares_per_thread))
-        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        results: list[list[bytes | Fault]] = [[] for _ in shares]
-        left = deque(range(len(shares)))
+            self._read_share(placed, results, way.piece_bytes)
+            return
+        size = -(-len(placed) // (num_threads * way.shares_per_thread))
+        left = deque(placed[start : start + size] for start in range(0, len(placed), size))
 
         def work() -> None:
             while left:
@@ -141,7 +176,7 @@ class LmdbReader:
                     share = left.popleft()
                 except IndexError:  # another thread has taken it
                     return
-                results[share] = self._read_share(shares[share], way.piece_bytes)
+                self._read_share(share, results, way.piece_bytes)
 
         helpers: list[Future[None]] = []
         try:
@@ -154,7 +189,6 @@ class LmdbReader:
             wait(working)  # they write to the caller's memory
         for helper in working:
             helper.result()
-        return list(chain.from_iterable(results))
 
     def _help(self, work: Callable[[], None]) -> "Future[None]":
         try:
@@ -162,70 +196,37 @@ class LmdbReader:
         except RuntimeError as error:  # the pool was shut down
             raise ValueError("store is closed") from error
 
-    def _seems_cached(self, key: bytes) -> bool:
-        """Return whether the block of *key* is in the page cache. The caller assumes the same for the whole request."""
+    def _seems_cached(self, slot: Slot) -> bool:
+        """Return whether *slot* is in the page cache. The caller assumes the same for the whole request."""
         try:
             with self._files.using():
-                (found,) = self._located([key])
-                return found is not None and self._files.slabs.is_cached(found[1])
+                return self._files.slabs.is_cached(slot)
         except OSError:  # the following read reports the error
             return False
 
-    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
-        results: list[bytes | Fault] = []
-        for run in _runs(pairs, _LOCATED_BYTES):
-            results += self._read_run(pairs[run], piece_bytes)
-        faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
-        for i in faults:
-            if _is_bad(results[i]):
-                results[i] = self._judge(*pairs[i])
-        with self._counting:
-            for i in faults:
-                result = results[i]
-                if isinstance(result, Fault) and result is not Fault.MISSING:
-                    self._faults[result] += 1
-        return results
-
-    def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
-        """Find the slots of these blocks in one transaction, and read them after it has ended.
-
-        If a slot is reused meanwhile, the digest of the bytes read does not match, so the block counts as corrupt.
-        """
-        results: list[bytes | Fault] = [Fault.IO_ERROR] * len(pairs)
+    def _read_share(self, placed: Sequence[_Raw | _Other], results: list[bytes | Fault], piece_bytes: int) -> None:
+        """Read blocks into their buffers, piece by piece, and verify each block. Those that fail keep their result."""
         digest_of = digest_for_threads(NUM_READERS)
         with contextlib.suppress(OSError), self._files.using():
-            raw: list[_Raw] = []
-            others: list[_Other] = []
-            for i, ((key, out), place) in enumerate(zip(pairs, self._located([key for key, _ in pairs]), strict=True)):
-                if place is None:
-                    results[i] = Fault.MISSING
-                    continue
-                header, slot = place
-                known = plain_digest(key, header, out.nbytes) if self._cipher is None else None
-                if known is None or out.nbytes > slot.num_bytes:
-                    others.append(_Other(slot, memoryview(b""), i, key, header, out))
-                else:
-                    raw.append(_Raw(slot, out, i, known))
-            raw.sort(key=itemgetter(0))  # one system call reads neighbouring slots
-            for piece in _pieces(raw, piece_bytes):
-                failed = self._fill_timed(piece)
-                for slot, out, i, known in piece:
-                    if slot not in failed:
+            for piece in _pieces(placed, piece_bytes):
+                read = [each if isinstance(each, _Raw) else each._replace(memory=_scratch(each.slot)) for each in piece]
+                failed = self._fill_timed(read)
+                for each in read:
+                    if each.slot in failed:
+                        continue
+                    if isinstance(each, _Raw):
+                        _, out, i, known = each
                         results[i] = known if digest_of(out) == known else Fault.CORRUPT
-            for stored in _pieces(others, piece_bytes):
-                encoded = [each._replace(memory=_scratch(each.slot)) for each in stored]
-                failed = self._fill_timed(encoded)
-                for slot, value, i, key, header, out in encoded:
-                    if slot not in failed:
+                    else:
+                        _, value, i, key, header, out = each
                         results[i] = unseal(key, header, value, out, self._cipher)
-        return results
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
         """Return header and slot of each key, or None if it has no record. The caller is inside `files.using`."""
         with self._files.tables.env.begin() as txn:
             return self._files.tables.all_located(txn, keys)
 
-    def _fill_timed(self, places: Sequence[_Placed]) -> set[Slot]:
+    def _fill_timed(self, places: Sequence[_Raw | _Other]) -> set[Slot]:
         started = time.perf_counter()
         failed = self._fill([(place.slot, place.memory) for place in places])
         if self._timed is not None:
@@ -248,7 +249,7 @@ class LmdbReader:
         A good record may have replaced the bad one since the first read, and must stay.
         """
         with self._files.writer:
-            (result,) = self._read_run([(key, out)], _CACHED.piece_bytes)
+            (result,) = self._read_now([(key, out)])
             if _is_bad(result):
                 try:
                     self._files.remove(lambda change, _: change.forget(key))
@@ -262,7 +263,7 @@ def _is_bad(result: bytes | Fault) -> bool:
     return isinstance(result, Fault) and result.is_bad_record
 
 
-def _pieces(placed: Sequence[_Placed], max_bytes: int) -> Iterator[Sequence[_Placed]]:
+def _pieces(placed: Sequence[_Raw | _Other], max_bytes: int) -> Iterator[Sequence[_Raw | _Other]]:
     """Split *placed* into pieces of at most *max_bytes*; a piece of one block may have more."""
     start = num_bytes = 0
     for i, each in enumerate(placed):

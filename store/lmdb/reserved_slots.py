@@ -50,12 +50,12 @@ class ReservedSlots:
         Free slots come first, but only those freed by changes up to and including number *usable_before*. Then come
         holes, then new slots at the end of the slab.
         """
-        free = (
-            ReservedSlot(slot, change)
-            for change, slot in tables.free_slots(txn, num_bytes, usable_before)
-            if slot not in self._slots
-        )
-        found = list(islice(free, num_slots))
+        found: list[ReservedSlot] = []
+        for change, numbers in tables.free_numbers(txn, num_bytes, usable_before):
+            slots = [Slot(num_bytes, number) for number in numbers]
+            found += [ReservedSlot(slot, change) for slot in slots if slot not in self._slots]
+            if len(found) >= num_slots:
+                return found[:num_slots]
         new = islice(self._new(tables, txn, num_bytes), num_slots - len(found))
         return found + [ReservedSlot(slot, None) for slot in new]
 

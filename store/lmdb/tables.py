@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MAX = 1 << 62  # no count gets that high
 _CHECKSUM_BYTES = 8
+_WRONG_CHECKSUM = "a row makes no sense: its checksum is wrong"
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
 _MAX_READERS = 256
@@ -48,8 +49,8 @@ def checksum(key: bytes, row: bytes = b"") -> bytes:
 def verified(key: bytes, packed: bytes) -> bytes:
     """Return *packed* without its checksum. Raises CorruptedError if the checksum is wrong."""
     row = packed[:-_CHECKSUM_BYTES]
-    if packed[-_CHECKSUM_BYTES:] != checksum(key, row):
-        raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
+    if packed[-_CHECKSUM_BYTES:] != xxhash.xxh3_64_digest(key + row):
+        raise lmdb.CorruptedError(_WRONG_CHECKSUM)
     return row
 
 
@@ -87,12 +88,15 @@ class _Slots(_Layout):
 
     def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
         if packed != checksum(key):
-            raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
+            raise lmdb.CorruptedError(_WRONG_CHECKSUM)
         return self.unpack(key)
 
 
 SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
-FREE = _Slots(">IQQ")  # a free slot: its size, number of the change (`Counters.num_changes`) that freed it, slot number
+# Free slots: their size, number of the change (`Counters.num_changes`) that freed them, number of the first one. The
+# value has the numbers of all, because a change frees many slots at once.
+FREE = _Layout(">IQQ")
+SLOTS_PER_ROW = 240  # limit for a row of `FREE`; LMDB gives a longer value pages of its own
 HOLE = _Slots(">IQ")  # a hole, which is a free slot without disk space: its size, its number
 SLOTS = _Counts("<Q")
 BYTES_OF_TENANT = _Counts("<Q")
@@ -100,6 +104,8 @@ COUNTERS_KEY = b"counters"
 NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
+_ROW_BYTES = _ROW.size
+_PARENT_AT = _ROW_BYTES + HEADER_BYTES
 _SLOT_OF_ROW = struct.Struct(">IQ")
 _SLOT_AT = _ROW.size - _SLOT_OF_ROW.size
 _COUNTERS = _Counts("<7Qd3Q")
@@ -161,17 +167,35 @@ class RecordRow(NamedTuple):
     def unpack(cls, key: bytes, packed: bytes) -> "RecordRow":
         """Unpack the row at *key*."""
         row = verified(key, packed)
-        if len(row) < _ROW.size:
+        if len(row) < _ROW_BYTES:
             raise lmdb.CorruptedError("a row makes no sense: it is too short")
         sequence, charged, is_marked, tenant, num_bytes, number = _ROW.unpack_from(row)
         slot = plausible(Slot(num_bytes, number))
-        header, parent = row[_ROW.size : _ROW.size + HEADER_BYTES], row[_ROW.size + HEADER_BYTES :]
-        return cls(sequence, charged, is_marked, tenant, slot, header, parent)
+        return cls(sequence, charged, is_marked, tenant, slot, row[_ROW_BYTES:_PARENT_AT], row[_PARENT_AT:])
 
     def pack(self, key: bytes) -> bytes:
         """Return the bytes that LMDB stores at *key*: this row, and a checksum of *key* and row."""
-        row = _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
-        return row + checksum(key, row)
+        sequence, charged, is_marked, tenant, slot, header, parent = self
+        row = _ROW.pack(sequence, charged, is_marked, tenant, *slot) + header + parent
+        return row + xxhash.xxh3_64_digest(key + row)
+
+
+def free_rows(num_bytes: int, change: int, numbers: Sequence[int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the rows that list the slots *numbers* of *num_bytes*, in ascending order, as freed by *change*."""
+    for start in range(0, len(numbers), SLOTS_PER_ROW):
+        part = numbers[start : start + SLOTS_PER_ROW]
+        key, row = FREE.pack(num_bytes, change, part[0]), struct.pack(f">{len(part)}Q", *part)
+        yield key, row + checksum(key, row)
+
+
+def free_row(key: bytes, packed: bytes) -> tuple[int, int, tuple[int, ...]]:
+    """Unpack a row of free slots: their size, the number of the change that freed them, and their numbers."""
+    num_bytes, change, first = FREE.unpack(key)
+    row = verified(key, packed)
+    numbers = struct.unpack(f">{len(row) // 8}Q", row) if row and len(row) % 8 == 0 else ()
+    if numbers[:1] != (first,):
+        raise lmdb.CorruptedError("a row makes no sense: it does not list the slot that its key names")
+    return num_bytes, change, numbers
 
 
 def plausible(slot: Slot) -> Slot:
@@ -289,7 +313,8 @@ class Tables:
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
     owned     tenant and sequence number -> key: the same order for each tenant
-    free      free slots that have disk space: slot size, number of the change that freed the slot, slot number
+    free      slot size, number of the change that freed the slots, number of the first -> numbers of all: free slots
+              that have disk space
     holes     free slots without disk space: slot size, slot number
     slabs     slot size -> number of slots
     tenants   tenant -> charged bytes
@@ -332,21 +357,21 @@ class Tables:
         """Return the number of slots in each slab, by the size of its slots."""
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
-    def free_slots(
+    def free_numbers(
         self, txn: "lmdb.Transaction[bytes]", num_bytes: int, usable_before: int
-    ) -> Iterator[tuple[int, Slot]]:
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Iterate over the free slots of *num_bytes* with disk space that changes up to *usable_before* have freed.
 
-        Yields each slot after the number of the change that freed it, in the order of these numbers.
+        Yields the number of a change with the numbers of slots that it freed, in the order of the changes.
         """
         with txn.cursor(db=self.free) as cursor:
             if not cursor.set_range(FREE.pack(num_bytes, 0, 0)):
                 return
             for key, row in ascending(cursor):
-                size, change, number = FREE.unpack_key(key, row)
+                size, change, numbers = free_row(key, row)
                 if size != num_bytes or change > usable_before:
                     return
-                yield change, Slot(size, number)
+                yield change, numbers
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]", num_bytes: int | None = None) -> Iterator[Slot]:
         """Iterate over the holes, which are the free slots without disk space, of *num_bytes* (None: of all sizes)."""
@@ -374,14 +399,16 @@ class Tables:
     def all_located(self, txn: "lmdb.Transaction[bytes]", keys: Iterable[bytes]) -> list[tuple[bytes, Slot] | None]:
         """Return the header and the slot of the record of each key, or None if the key has no record."""
         found: list[tuple[bytes, Slot] | None] = []
-        get, records, place_of = txn.get, self.records, _SLOT_OF_ROW.unpack_from
+        get, records, place_of, digest_of = txn.get, self.records, _SLOT_OF_ROW.unpack_from, xxhash.xxh3_64_digest
         for key in keys:
             packed = get(key, None, records) if 0 < len(key) <= MAX_KEY_BYTES else None
             if packed is None:
                 found.append(None)
                 continue
-            row = verified(key, packed)
-            found.append((row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(*place_of(row, _SLOT_AT)))))
+            row = packed[:-_CHECKSUM_BYTES]
+            if packed[-_CHECKSUM_BYTES:] != digest_of(key + row):  # as `verified` does
+                raise lmdb.CorruptedError(_WRONG_CHECKSUM)
+            found.append((row[_ROW_BYTES:_PARENT_AT], plausible(Slot(*place_of(row, _SLOT_AT)))))
         return found
 
     def has(self, txn: "lmdb.Transaction[bytes]", keys: Iterable[bytes]) -> set[bytes]:
@@ -449,7 +476,8 @@ class Tables:
             assert is_safe, "a record would be evicted before its child"
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
-        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
+        listed = starmap(free_row, _rows(txn, self.free))
+        free = [Slot(num_bytes, number) for num_bytes, _, numbers in listed for number in numbers]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is in two states at once"
         there = self.num_slots(txn)

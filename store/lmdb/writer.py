@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvtier.store.blob_store import Blob, Evicted, StoreFull
@@ -13,6 +14,7 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.change import MAX_EVICTED, Change, NewRecord
@@ -21,7 +23,7 @@ from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.group_commit import GroupCommit
 from kvtier.store.lmdb.reserved_slots import ReservedSlot
 from kvtier.store.lmdb.tables import NO_TENANT
-from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
+from kvtier.store.slab import PAGE_BYTES, Slot, num_runs, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
 _EVICTED_PAGES = 3  # new pages that an eviction may need
@@ -229,12 +231,15 @@ class LmdbWriter:
             self._files.release(places)
 
     def _write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
-        """Write each value to its slot, with several threads if there are many bytes."""
+        """Write each value to its slot, with several threads if there are many bytes in several runs of slots."""
         if not slots:
             return
-        pairs = sorted(zip(slots, values, strict=True), key=lambda pair: pair[0])
-        num_bytes = sum(slot.num_bytes for slot in slots)
-        num_shares = max(1, min(NUM_WRITERS, num_bytes // _SHARE_BYTES, len(pairs)))
+        pairs = sorted(zip(slots, values, strict=True), key=itemgetter(0))
+        num_shares = min(NUM_WRITERS, sum(slot.num_bytes for slot in slots) // _SHARE_BYTES, len(pairs))
+        if num_shares > 1 and self._files.slabs.writes is DiskWrites.DIRECT:
+            # One call keeps a drive busy with a run of neighbouring slots, and costs less than a call per thread.
+            num_shares = min(num_shares, num_runs([slot for slot, _ in pairs]))
+        num_shares = max(1, num_shares)
         size = -(-len(pairs) // num_shares)
         shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
@@ -258,8 +263,10 @@ class LmdbWriter:
 
         Returns all evicted keys that no put has returned yet.
         """
-        unique = {one.key: one for one in sorted(group, key=lambda one: one.place is not None)}
-        unique = {one.key: unique[one.key] for one in group}  # in the order of *group*, with a payload if any has one
+        unique = {one.blob.key: one for one in group}
+        if len(unique) != len(group):
+            with_payload = {one.blob.key: one for one in sorted(group, key=lambda one: one.place is not None)}
+            unique = {one.key: with_payload[one.key] for one in group}  # in the order of *group*
         limit = MAX_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 

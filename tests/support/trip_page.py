@@ -128,7 +128,7 @@ STEPS = (
             "tiers/up/promoter.py: Promoter._start_part",
             "tiers/lower/local_tiers.py: Fetches.begin",
             "tiers/lower/reads.py: Reads._submit",
-            "store/lmdb/reader.py: LmdbReader._read_run",
+            "store/lmdb/reader.py: LmdbReader._read_now",
             "tiers/lower/reads.py: Reads._on_read",
             "tiers/up/uploads.py: Uploads._submit_upload",
             "tiers/up/uploads.py: verify_blocks",

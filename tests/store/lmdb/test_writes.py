@@ -293,7 +293,7 @@ def test_a_large_put_is_shared_by_threads_and_fails_as_a_whole(tmp_path: Path, m
         write(slabs, slots, values)
 
     large = [blob_of(n, 1 << 20) for n in range(4)]
-    with LmdbStore(tmp_path, 256 << 20) as store:
+    with LmdbStore(tmp_path, 256 << 20, writes=DiskWrites.BUFFERED) as store:
         with monkeypatch.context() as broken:
             broken.setattr(Slabs, "write", fail_in_one)
             with pytest.raises(OSError, match="Input/output"):
@@ -303,6 +303,28 @@ def test_a_large_put_is_shared_by_threads_and_fails_as_a_whole(tmp_path: Path, m
         assert store.files.slabs.file_bytes() == 0
 
         store.put_many(large)
+        assert is_whole(store)
+
+
+def test_one_call_writes_neighbouring_slots_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[list[int]] = []
+    write = Slabs.write
+
+    def note(slabs: Slabs, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
+        shares.append([slot.number for slot in slots])
+        write(slabs, slots, values)
+
+    monkeypatch.setattr(Slabs, "write", note)
+    with LmdbStore(tmp_path, 512 << 20, writes=DiskWrites.DIRECT) as store:
+        store.put_many([blob_of(n, 1 << 20) for n in range(8)])
+        assert shares == [list(range(8))]
+
+        store.delete([key_of(n) for n in range(0, 8, 2)])
+        shares.clear()
+        store.put_many([blob_of(n, 1 << 20) for n in range(8, 12)])
+        assert sorted(shares) == [[0, 2], [4, 6]]
         assert is_whole(store)
 
 
@@ -323,7 +345,7 @@ def test_a_put_that_fails_in_one_thread_waits_for_the_others(tmp_path: Path, mon
         putting.append(threading.get_ident())
         return store.put_many([blob_of(n, 1 << 20) for n in range(4)])
 
-    with LmdbStore(tmp_path, 256 << 20) as store:
+    with LmdbStore(tmp_path, 256 << 20, writes=DiskWrites.BUFFERED) as store:
         monkeypatch.setattr(Slabs, "write", fail_in_the_caller)
         slow = beside(put)
         wait_for(lambda: bool(putting) and is_in(putting[0], futures.wait))
