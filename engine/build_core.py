@@ -68,7 +68,7 @@ MAX_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # time limit for the load of a hit, in an engine without a disk
 MAX_SCORED_LOGITS = 1 << 25  # per step: 128 MiB in float32; the logits of a whole long prompt take gigabytes
 NUM_READERS = 4  # concurrent reads from disk
-NUM_WRITERS = 2  # concurrent writes to disk: the second one gathers its blocks while the first one writes
+NUM_WRITERS = 3  # concurrent writes to disk: the third one gathers its blocks while the others write
 
 
 def build_core(

@@ -30,7 +30,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4  # concurrent reads from disk
-NUM_WRITERS = 2  # one write in progress, and one that gathers blocks behind it
+NUM_WRITERS = 3  # two writes in progress, and one that gathers blocks behind them
 NUM_CHECKERS = 2  # threads that verify chunks before engines read them; as many more compute digests of new chunks
 OPENING_WAIT_S = 5.0  # longest wait for the disk before engines may attach; if it opens later, it is used from then on
 

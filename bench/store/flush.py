@@ -1,5 +1,6 @@
 """`HostTier`: host memory full of dirty blocks, above a store, and the flush that writes them to disk at shutdown."""
 
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -87,7 +88,8 @@ class HostTier:
         assert not num_left, f"{num_left} of {self.num_blocks} blocks were not written"
 
     def _publish(self, slots: Ids) -> None:
-        names = [BlockName((self._number + i).to_bytes(32, "big")) for i in range(len(slots))][::-1]
+        numbers = range(self._number, self._number + len(slots))
+        names = [BlockName(sha256(number.to_bytes(8, "big")).digest()) for number in numbers][::-1]
         self._number += len(slots)
         digests = [self._digests[slot % _NUM_KINDS] for slot in slots.tolist()]
         owners = np.zeros(len(slots), np.uint64)

@@ -44,7 +44,7 @@ def write_commit(bed: Bed, kind: Kind, name: str) -> list[Row]:
 def _writes(bed: Bed, kind: Kind, level: Durability, name: str, minimum: float) -> list[Row]:
     durable = level is Durability.COMMIT
     bed.turn_over(kind, level)
-    # Two threads put, as in the engine: while one batch is written, the next one's digests are computed.
+    # Several threads put, as in the engine: while one batch is written, the next one's digests are computed.
     num_batches = bed.scale.batches
     writing = bed.writing(bed.open(kind, level), num_batches, at_once=WRITERS)
     sides = [writing, bed.writing_raw(num_batches, durable=durable)]

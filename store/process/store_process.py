@@ -23,7 +23,7 @@ from kvtier.store.process.staging import Staging, copy
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
-NUM_WRITERS = 2  # concurrent calls that change something: one works, one gathers the next blocks
+NUM_WRITERS = 3  # concurrent calls that change something: two write, and one gathers the next blocks
 NUM_READERS = 6
 TIMEOUT_S = 60.0  # for one call; a process that takes longer counts as hanging and is killed
 # For `sys.setswitchinterval` in a client process that also computes in Python: every response waits this long for the
