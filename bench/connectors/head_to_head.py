@@ -1,15 +1,18 @@
 """Measures our connector beside others in the real vLLM: a few documents, read by the engines in turns, cold and again.
 
-vLLM's own cache holds one and a half of the documents, so an engine without a connector computes each anew. All have
-host memory alone, except Lifeboat Cache, which cannot be without a disk.
+vLLM's own cache holds one and a half of the documents, so an engine without a connector computes each anew, and is
+asked for each only once. All have host memory alone, except Lifeboat Cache, which cannot be without a disk.
+
+It says on stderr how far it is. A measurement takes some four minutes, and with the busy loops six more.
 """
 
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +24,7 @@ from foreign.running import Vllm, make_model, transfer_config
 
 from bench.connectors.connector_bed import Prompts, started_sidecar
 from bench.connectors.vllm_engines import HOST_BYTES, Started, VllmEngines
+from bench.gpu_progress import Clock
 from bench.report import Effort, Row
 from bench.rounds import at_most, never, ratio_of
 
@@ -34,7 +38,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": KV_BY
 ALONE, OURS, NATIVE = "vLLM alone", "connector", "vLLM's offloading"
 LMCACHE, LMCACHE_ON_OURS, LIFEBOAT = "LMCache", "LMCache's client on our sidecar", "Lifeboat Cache"
 
-QUIET_CPU_S, QUIET_FOR_S, QUIET_WITHIN_S = 0.01, 0.1, 5.0  # so little in so long: what an engine has begun is over
+QUIET_CPU_S, QUIET_FOR_S, QUIET_WITHIN_S = 0.005, 0.05, 1.0  # so little in so long: what an engine has begun is over
 
 
 @contextmanager
@@ -70,14 +74,54 @@ ENGINES: Mapping[str, Started] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """An engine, and the ids of the processes that were started for it: its own, and its server's."""
+
+    engine: Vllm
+    processes: Collection[int]
+
+    def answer(self, document: list[int]) -> tuple[float, float, list[int]]:
+        """Ask about the document. Return the TTFT, the CPU seconds until all is done that it leaves, and the tokens."""
+        before = self._cpu_s()
+        answer = self.engine.generate([document], 1)
+        self.engine.settle()
+        self._wait_quiet()
+        return answer["ttft_s"][0], self._cpu_s() - before, answer["tokens"][0]
+
+    def _wait_quiet(self) -> None:
+        """Return once the processes have hardly anything to do any more."""
+        give_up_at, before = time.monotonic() + QUIET_WITHIN_S, self._cpu_s()
+        while time.monotonic() < give_up_at:
+            time.sleep(QUIET_FOR_S)
+            now = self._cpu_s()
+            if now - before < QUIET_CPU_S:
+                return
+            before = now
+
+    def _cpu_s(self) -> float:
+        return sum(map(_cpu_s_of, _descendants(self.processes)))
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
-    """The answers of one engine, in the order in which the engines were asked."""
+    """The answers of one engine about the documents, in the same order for all engines."""
 
     cold_s: list[float] = field(default_factory=list)  # until a document's first token, at its first reading
     cold_cpu_s: list[float] = field(default_factory=list)  # of the engine and its servers
+    cold_tokens: list[list[int]] = field(default_factory=list)
     warm_s: list[float] = field(default_factory=list)  # at each further reading
     warm_cpu_s: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)  # of all answers
+    warm_tokens: list[list[int]] = field(default_factory=list)
+
+    def num_wrong(self, right: Sequence[list[int]]) -> int:
+        """Answers other than *right*, those about the same documents; each of them is read the same number of times."""
+        times = len(self.warm_tokens) // len(right)
+        sets = [list(right[start : start + NUM_DOCUMENTS]) for start in range(0, len(right), NUM_DOCUMENTS)]
+        again = [tokens for of_set in sets for tokens in of_set * times]
+        wrong = sum(mine != its for mine, its in zip(self.cold_tokens, right, strict=True))
+        return wrong + sum(
+            mine != its for mine, its in zip(self.warm_tokens, again[: len(self.warm_tokens)], strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,48 +137,46 @@ def head_to_head_rows(effort: Effort, python: str, folder: Path, is_busy: bool, 
 
     *lifeboat* is the folder of the package lifeboatcache; without it that engine is not measured.
     """
-    sizes = effort.of(Sizes(2, 4), quick=Sizes(1, 1))
+    sizes, clock = effort.of(Sizes(3, 3), quick=Sizes(1, 1)), Clock.of(0)
     model, rows = make_model(python, folder), list[Row]()
     kinds: dict[str, Started] = dict(ENGINES)
     if lifeboat is not None:
         kinds[LIFEBOAT] = partial(_lifeboat, lifeboat)
     prompts = Prompts(DOCUMENT_TOKENS + QUESTION_TOKENS)
+    first = prompts.next()
     with ExitStack() as stack:
-        engines: dict[str, Vllm] = {}
+        engines: dict[str, Asked] = {}
         for number, (name, started) in enumerate(kinds.items()):
             (own := folder / f"engine-{number}").mkdir()
-            engines[name] = stack.enter_context(started(python, model, own))
-        first = prompts.next()
-        for engine in engines.values():  # what comes first takes longer
-            engine.generate([first], 1)
-            _wait_quiet()
-        rows += _rows("quiet", _read(engines, prompts, sizes))
+            before = _children(os.getpid())
+            engine = stack.enter_context(started(python, model, own))
+            engines[name] = Asked(engine, _children(os.getpid()) - before)
+            engines[name].answer(first)  # what comes first takes longer
+            clock.note(f"{name} runs")
+        rows += _rows("quiet", _read(engines, prompts, sizes, clock))
         if is_busy:
-            with _busy_loops() as pids:
-                rows += _rows(f"beside {NUM_BUSY_LOOPS} busy loops", _read(engines, prompts, sizes, pids))
+            where = f"beside {NUM_BUSY_LOOPS} busy loops"
+            clock.note(where)
+            with _busy_loops():
+                rows += _rows(where, _read(engines, prompts, sizes, clock))
     return rows
 
 
-def _read(
-    engines: Mapping[str, Vllm], prompts: Prompts, sizes: Sizes, others: Sequence[int] = ()
-) -> Mapping[str, Seen]:
-    """Ask all engines about the same documents in turns. *others* are pids of processes that are not theirs."""
-    seen = {name: Seen() for name in engines}
-    number = 0
-    for _ in range(sizes.num_sets):
+def _read(engines: Mapping[str, Asked], prompts: Prompts, sizes: Sizes, clock: Clock) -> Mapping[str, Seen]:
+    """Ask all engines about the same documents, each document in another random order of the engines."""
+    seen, rng = {name: Seen() for name in engines}, random.Random(0)
+    for number in range(sizes.num_sets):
         documents = [prompts.next() for _ in range(NUM_DOCUMENTS)]
         for reading in range(1 + sizes.num_readings):
+            asked = [name for name in engines if not reading or name != ALONE]
             for document in documents:
-                for name in sorted(engines, reverse=bool(number % 2)):
-                    cpu_before = _cpu_s(others)
-                    answer = engines[name].generate([document], 1)
-                    engines[name].settle()
-                    _wait_quiet(others)
-                    cpu_s = _cpu_s(others) - cpu_before
-                    (seen[name].warm_s if reading else seen[name].cold_s).append(answer["ttft_s"][0])
-                    (seen[name].warm_cpu_s if reading else seen[name].cold_cpu_s).append(cpu_s)
-                    seen[name].tokens.append(answer["tokens"][0])
-                number += 1
+                for name in rng.sample(asked, len(asked)):
+                    ttft_s, cpu_s, tokens = engines[name].answer(document)
+                    each = seen[name]
+                    (each.warm_s if reading else each.cold_s).append(ttft_s)
+                    (each.warm_cpu_s if reading else each.cold_cpu_s).append(cpu_s)
+                    (each.warm_tokens if reading else each.cold_tokens).append(tokens)
+        clock.note(f"set {number + 1} of {sizes.num_sets} is read")
     return seen
 
 
@@ -142,20 +184,23 @@ def _rows(where: str, seen: Mapping[str, Seen]) -> list[Row]:
     others = {name: each for name, each in seen.items() if name not in (ALONE, OURS)}
     ours, alone, native = seen[OURS], seen[ALONE], seen[NATIVE]
     best = min(statistics.mean(each.warm_s) for each in others.values())
-    wrong = sum(mine != right for each in seen.values() for mine, right in zip(each.tokens, alone.tokens, strict=True))
     rows = []
     for name, each in seen.items():
         figures = {
             "cold, mean TTFT": (1e3 * statistics.mean(each.cold_s), "ms"),
             "cold, CPU seconds per document": (statistics.mean(each.cold_cpu_s), "s"),
-            "warm, mean TTFT": (1e3 * statistics.mean(each.warm_s), "ms"),
-            "warm, median TTFT": (1e3 * statistics.median(each.warm_s), "ms"),
-            "warm, p99 of TTFT": (1e3 * _p99(each.warm_s), "ms"),
-            "warm, CPU seconds per document": (statistics.mean(each.warm_cpu_s), "s"),
         }
+        if name != ALONE:
+            figures |= {
+                "warm, mean TTFT": (1e3 * statistics.mean(each.warm_s), "ms"),
+                "warm, median TTFT": (1e3 * statistics.median(each.warm_s), "ms"),
+                "warm, p99 of TTFT": (1e3 * _p99(each.warm_s), "ms"),
+                "warm, CPU seconds per document": (statistics.mean(each.warm_cpu_s), "s"),
+            }
         rows += [Row(f"{where}, {name}: {what}", value, unit) for what, (value, unit) in figures.items()]
         if name not in (ALONE, OURS):
             rows.append(Row(f"{where}, {name}: cold TTFT of that alone", ratio_of(each.cold_s, alone.cold_s), ""))
+    wrong = sum(each.num_wrong(alone.cold_tokens) for each in seen.values())
     return [
         *rows,
         at_most(f"{where}: cold TTFT of that alone", ratio_of(ours.cold_s, alone.cold_s), "", 1.05),
@@ -171,31 +216,14 @@ def _p99(seconds: Sequence[float]) -> float:
 
 
 @contextmanager
-def _busy_loops() -> Iterator[list[int]]:
-    """Processes that compute without a pause; their ids."""
+def _busy_loops() -> Iterator[None]:
+    """Processes that compute without a pause."""
     with ExitStack() as stack:
-        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_BUSY_LOOPS)]
-        for loop in loops:
+        for _ in range(NUM_BUSY_LOOPS):
+            loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(loop.wait)
             stack.callback(loop.kill)
-        yield [loop.pid for loop in loops]
-
-
-def _wait_quiet(others: Sequence[int] = ()) -> None:
-    """Return once the engines and their servers have hardly anything to do any more."""
-    give_up_at = time.monotonic() + QUIET_WITHIN_S
-    before = _cpu_s(others)
-    while time.monotonic() < give_up_at:
-        time.sleep(QUIET_FOR_S)
-        now = _cpu_s(others)
-        if now - before < QUIET_CPU_S:
-            return
-        before = now
-
-
-def _cpu_s(others: Sequence[int]) -> float:
-    """CPU seconds that the processes below this one have had, less the processes *others*."""
-    return sum(_cpu_s_of(pid) for pid in _descendants(os.getpid()) if pid not in others)
+        yield
 
 
 def _cpu_s_of(pid: int) -> float:
@@ -205,16 +233,25 @@ def _cpu_s_of(pid: int) -> float:
         return 0.0
 
 
-def _descendants(root: int) -> list[int]:
-    """Ids of all processes that *root* has started, and of those that these have started."""
-    children: dict[int, list[int]] = {}
+def _children(pid: int) -> set[int]:
+    """Ids of the processes that *pid* has started."""
+    return _started().get(pid, set())
+
+
+def _descendants(pids: Collection[int]) -> set[int]:
+    """*pids*, the ids of the processes that these have started, and so on."""
+    found, pending, started = set(pids), list(pids), _started()
+    while pending:
+        new = started.get(pending.pop(), set()) - found
+        found |= new
+        pending += new
+    return found
+
+
+def _started() -> dict[int, set[int]]:
+    """Ids of all processes, by the id of the process that has started them."""
+    started: dict[int, set[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found, pending = list[int](), [root]
-    while pending:
-        started = children.get(pending.pop(), [])
-        found += started
-        pending += started
-    return found
+            started.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), set()).add(int(stat.parent.name))
+    return started
