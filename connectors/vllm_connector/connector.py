@@ -20,6 +20,7 @@ from kvtier.connectors.vllm_connector.build_scheduler_half import build_schedule
 from kvtier.connectors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
 from kvtier.connectors.vllm_connector.engine_layout import group_layouts
 from kvtier.connectors.vllm_connector.known_vllm import check_engine
+from kvtier.connectors.vllm_connector.late_stores import LateStores
 from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
@@ -60,7 +61,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._guard = Guard(lambda: None)
             segment = MappedSegment([layout.block_bytes for layout in layouts])
-            self._worker = WorkerSide(layouts, get_tensor_model_parallel_rank(), segment)
+            self._worker = WorkerSide(layouts, get_tensor_model_parallel_rank(), segment, LateStores())
         self._work = NOTHING_TO_DO
 
     @property
@@ -133,10 +134,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # without the guard, so that it can raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Store the blocks of the previous step. vLLM calls this hook first in a step, before it writes to any page."""
+        """Store blocks of the previous step. vLLM calls this hook first in a step, before it writes to any page."""
         rank, work = self._rank, kv_connector_metadata
         assert isinstance(work, StepWork), "vLLM passes on the metadata that build_connector_meta returned"
-        if work.stores:
+        if work.stores or work.ends_late_stores:
             self._guard.run_always(lambda: rank.store(work), None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -155,17 +156,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, because all loads end before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing, because the blocks of this step are stored at the start of the next one."""
+        """Do nothing, because the blocks of this step are stored after it."""
 
     def wait_for_save(self) -> None:
-        """Do nothing, because `handle_preemptions` stores the blocks of this step at the start of the next one."""
+        """Let a thread store the blocks of earlier steps whose pages still hold them. Do not wait for it."""
+        self._guard.run_always(self._rank.store_late, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank.pop_failed_pages()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         rank, work = self._rank, self._work
-        report = self._guard.run_always(lambda: rank.report(work), WorkerReport(work.number, None, has_stored=False))
+        report = self._guard.run_always(lambda: rank.report(work), WorkerReport(work.number, None))
         self._work = NOTHING_TO_DO
         return report
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvtier.connectors.vllm_connector.adapters import Adapters
 from kvtier.connectors.vllm_connector.counts import Counts, Unstored
@@ -73,9 +73,10 @@ class SchedulerSide:
     a reported hit are in mapped memory and correct, and their load should not fail. If a load fails nevertheless,
     blocks that vLLM computes from the affected pages are not stored.
 
-    The blocks that a step computes are stored at the start of the next step, after the step's tokens have been sent to
-    users. If vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The
-    workers copy the pages before anything is written to them.
+    The blocks that a step computes are stored in the next step, after the step's tokens have been sent to users. If
+    vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The workers
+    copy the pages before anything is written to them. If the request runs in the next step, it keeps its pages, and
+    they are copied after that step's forward pass. Otherwise they are copied before it.
 
     Any thread that calls a method must hold the connector's lock.
     """
@@ -113,7 +114,7 @@ class SchedulerSide:
         self._deadline_s = deadline_s
         self._clock = clock
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
-        self._stores = Stores(tiers, groups, memories, digests, self._on_stored, self._on_failed)
+        self._stores = Stores(tiers, groups, memories, digests, num_workers, self._on_stored, self._on_failed)
         self._mapped: bytes | None = None  # boot id of the segment that all workers have reported as mapped
         self._waited_for: bytes | None = None  # boot id of a segment that the workers did not map within a deadline
         self._requests: dict[str, TrackedRequest] = {}
@@ -201,7 +202,10 @@ class SchedulerSide:
         """
         self._num_steps += 1
         number = self._num_steps
-        stores = self._store_computed(number, is_storing, overwritten)
+        running = [self._requests[name].placement for name in num_scheduled if name in self._requests]
+        staying = {placement for placement in running if placement is not None}
+        ends_late_stores = self._stores.must_end(staying, overwritten)
+        stores = self._store_computed(number, is_storing, overwritten, staying)
         if self._next.unloadable_pages:
             self.on_unloaded(self._next.unloadable_pages)
         if not self._taint.is_empty or self._next.loaded or self._loading:
@@ -213,7 +217,7 @@ class SchedulerSide:
         gathered, self._next = self._next, _Next()  # last, so that `salvaged` has the loads if an earlier line fails
         if gathered.loaded:
             self._loading[number] = gathered.loaded
-        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable_pages)
+        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable_pages, ends_late_stores)
         if work.is_reported:
             self._unreported.add(number)
         return work
@@ -238,16 +242,17 @@ class SchedulerSide:
                 tracked.load.poll()
 
     def on_report(self, report: WorkerReport) -> None:
-        """Process the workers' report on a step."""
-        if report.num_workers != self._num_workers:
-            report = replace(report, boot=None, has_stored=False)
-        if report.boot is not None:
+        """Process the workers' report."""
+        if report.boot is not None and report.num_workers == self._num_workers:
             self._mapped = report.boot
         for load in self._loading.pop(report.number, ()):
             load.release()
         if report.unloaded:
             self.on_unloaded(report.unloaded)
-        self._stores.on_step_done(report.number, report.has_stored)
+        for number in report.stored:
+            self._stores.on_copied(number, has_stored=True)
+        for number in report.unstored:
+            self._stores.on_copied(number, has_stored=False)
         self._unreported = {number for number in self._unreported if number > report.number}
         if not self._unreported:
             self._past.clear()
@@ -423,10 +428,13 @@ class SchedulerSide:
     def _is_late(self, tracked: TrackedRequest) -> bool:
         return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
 
-    def _store_computed(self, number: int, is_storing: bool, overwritten: Collection[int]) -> list[PageCopies]:
+    def _store_computed(
+        self, number: int, is_storing: bool, overwritten: Collection[int], staying: Collection[Placement]
+    ) -> list[PageCopies]:
         """Reserve host slots for the blocks that the previous step computed, and return the copies into these slots.
 
-        Earlier blocks of the same requests are included if they got no slot yet.
+        Earlier blocks of the same requests are included if they got no slot yet. *staying* has the placements of the
+        requests that run in this step.
         """
         computed, self._computed = self._computed, []
         copies, left = list[PageCopies](), list(self._max_stored)
@@ -437,7 +445,10 @@ class SchedulerSide:
             if why_unstored is not None:
                 tracked.why_unstored = why_unstored
             elif tracked.is_over or now - tracked.offered_at >= OFFER_PAUSE_S:
-                copies += self._stores.copies(number, each.offer, num_tokens, each.placement, left, overwritten)
+                stays = each.placement in staying
+                copies += self._stores.copies(
+                    number, each.offer, num_tokens, each.placement, left, overwritten, stays=stays
+                )
                 if self._stores.num_left(each.offer, num_tokens):
                     tracked.offered_at = now
                     has_room = all(map(self._tiers.has_room, range(len(self._groups))))

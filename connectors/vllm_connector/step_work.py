@@ -8,11 +8,16 @@ from kvtier.engine.attached.wire import Hello
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """Copies between vLLM's pages and host slots of one group: each page and the slot at the same index are a pair."""
+    """Copies between vLLM's pages and host slots of one group: each page and the slot at the same index are a pair.
+
+    *is_late* allows workers to make copies to slots after the step's forward pass, because vLLM does not change the
+    pages before a later step, whose work then says `ends_late_stores`.
+    """
 
     group_id: int
     pages: Sequence[int]  # vLLM's block ids
     slots: Sequence[int]
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Segment:
 class StepWork:
     """The copies that workers make in one step between vLLM's pages and the host slots.
 
-    *stores* copies the previous step's blocks to slots, before any page is written. *loads* copies blocks to pages,
+    *stores* copies the previous step's blocks to slots, before any page is written, unless a copy `is_late`. With
+    *ends_late_stores*, all late copies of earlier steps end before any page is written. *loads* copies blocks to pages,
     before the step's forward pass. All slots are in shared memory that every worker has mapped already. The workers
     report to vLLM that *unloadable_pages* could not be loaded.
     """
@@ -42,29 +48,36 @@ class StepWork:
     loads: Sequence[PageCopies] = ()
     stores: Sequence[PageCopies] = ()
     unloadable_pages: Sequence[int] = ()
+    ends_late_stores: bool = False
 
     @property
     def is_reported(self) -> bool:
-        """True if the workers send a `WorkerReport` on the step."""
+        """True if each worker sends a `WorkerReport` on the step. They may send one on another step, too."""
         return self.wanted is not None or bool(self.loads) or bool(self.stores)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The outcome of one step's work, from one worker or from several (vLLM joins reports with `aggregate`)."""
+    """The outcome of work until the end of a step, from one worker or several (vLLM joins reports with `aggregate`).
 
-    number: int
+    *stored* has the numbers of the steps whose stores have all been copied since the last report. *unstored* has those
+    of steps whose stores have ended, but not all of them were copied. A number is there once for each worker.
+    """
+
+    number: int  # of the step
     boot: bytes | None  # boot id of the segment that each worker maps, or None if they map different segments or none
-    has_stored: bool = True  # whether all stores of the step were copied
+    stored: tuple[int, ...] = ()
+    unstored: tuple[int, ...] = ()
     unloaded: frozenset[int] = frozenset()  # pages whose load failed
     num_workers: int = field(default=1)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
-        """Return the two reports, which must be about the same step, combined into one."""
+        """Return the two reports on the same step, of different workers, combined into one."""
         return WorkerReport(
             self.number,
             self.boot if self.boot == other.boot else None,
-            self.has_stored and other.has_stored and self.number == other.number,
+            self.stored + other.stored,
+            self.unstored + other.unstored,
             self.unloaded | other.unloaded,
             self.num_workers + other.num_workers,
         )

@@ -47,6 +47,8 @@ class _Copied:
     names: list[BlockName]
     parent: BlockName | None
     owner: int
+    pages: list[int]  # in the order of the request's blocks
+    is_late: bool  # see `PageCopies`
     is_discarded: bool = False
 
 
@@ -63,10 +65,10 @@ class _Digested:
 class Stores:
     """The transfer of all requests' computed blocks into the sidecar's host memory.
 
-    First, a host slot is reserved for a block. At the start of the step after the one that computed the block, workers
-    copy the block's page into the slot. Then the slot's digest is computed, and the block is published, so that
-    lookups find it. If no slot is free, another attempt is made in a later step. All methods are called under the
-    connector's lock.
+    First, a host slot is reserved for a block. In the step after the one that computed the block, workers copy the
+    block's page into the slot: after the step if the page is certain to stay as it is, otherwise before it. Then the
+    slot's digest is computed, and the block is published, so that lookups find it. If no slot is free, another attempt
+    is made in a later step. All methods are called under the connector's lock.
     """
 
     def __init__(
@@ -75,21 +77,24 @@ class Stores:
         groups: Sequence[AttentionGroup],
         memories: Sequence[HostMemory],
         digests: Digests,
+        num_workers: int,
         on_stored: Callable[[int], None],
         on_failed: Callable[[int], None],
     ) -> None:
         """Create an object that has no blocks to transfer.
 
-        It calls *on_stored* with the number of blocks that were published, and *on_failed* with the number of blocks
-        that could not be stored.
+        Each of *num_workers* workers copies a part of each block. The object calls *on_stored* with the number of
+        blocks that were published, and *on_failed* with the number of blocks that could not be stored.
         """
         self._tiers = tiers
         self._groups = groups
         self._memories = memories
         self._digests = digests
+        self._num_workers = num_workers
         self._on_stored = on_stored
         self._on_failed = on_failed
         self._copying: dict[int, list[_Copied]] = {}  # by number of the step
+        self._ends: dict[int, list[bool]] = {}  # by number of the step: for each worker, whether it has copied all
         self._under_way: set[tuple[int, BlockName]] = set()
         self._digesting: list[Sequence[_Copied]] = []
 
@@ -106,20 +111,39 @@ class Stores:
         placement: Placement,
         left: list[int],
         overwritten: Collection[int] = (),
+        *,
+        stays: bool = False,
     ) -> list[PageCopies]:
         """Reserve slots for a request's blocks that are not stored yet, and return the copies to make in this step.
 
         Only blocks of the request's first *num_tokens* tokens are copied. *left* is the number of blocks per group that
         may still be copied in this step. The method reduces it in place. *overwritten* has the pages that vLLM may
-        change before the workers can copy them. Blocks in these pages are not stored.
+        change before the workers can copy them. Blocks in these pages are not stored. *stays* says that the request
+        keeps its pages in this step, so that those of groups that forget nothing may be copied late.
         """
         copies = []
         for group_id, group in enumerate(self._groups):
             start, size = offer.num_offered[group_id], group.block_size
             end = min(num_tokens // size, offer.names.num_blocks(size), len(placement.pages[group_id]))
             if start < end:
-                copies += self._copies(step, offer, group_id, range(start, end), placement, left, overwritten)
+                is_late = stays and not group.forgets
+                copies += self._copies(step, offer, group_id, range(start, end), placement, left, overwritten, is_late)
         return copies
+
+    def must_end(self, staying: Collection[Placement], overwritten: Collection[int] = ()) -> bool:
+        """Return whether late copies of earlier steps must end before vLLM writes to a page in the step that begins.
+
+        This is so if a request whose pages are copied is not among *staying*, those that keep their pages in the step.
+        *overwritten* is as for `copies`: late copies from these pages may be too late already, and are discarded.
+        """
+        leaving = [
+            row for rows in self._copying.values() for row in rows if row.is_late and row.placement not in staying
+        ]
+        for row in leaving:
+            if not row.is_discarded and any(page in overwritten for page in row.pages):
+                row.is_discarded = True
+                self._on_failed(len(row.names))
+        return bool(leaving)
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
         """Return how many blocks of the request's first *num_tokens* tokens still have to be stored."""
@@ -140,11 +164,23 @@ class Stores:
                 row.is_discarded = True
                 row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
 
+    def on_copied(self, step: int, has_stored: bool) -> None:
+        """Record that one worker has ended the copies of a step. If *has_stored* is False, not all of them succeeded.
+
+        Once all workers have, see `on_step_done`.
+        """
+        if step in self._copying:
+            ends = self._ends.setdefault(step, [])
+            ends.append(has_stored)
+            if len(ends) == self._num_workers:
+                self.on_step_done(step, all(ends))
+
     def on_step_done(self, step: int, has_stored: bool) -> None:
         """Start to compute the digests of the blocks that the workers have copied in a step.
 
         If *has_stored* is False, the copies failed, and the blocks are given up instead.
         """
+        self._ends.pop(step, None)
         done = self._copying.pop(step, [])
         self._give_back([row for row in done if row.is_discarded])
         rows = [row for row in done if not row.is_discarded]
@@ -170,6 +206,7 @@ class Stores:
         placement: Placement,
         left: list[int],
         overwritten: Collection[int],
+        is_late: bool,
     ) -> list[PageCopies]:
         size, pages = self._groups[group_id].block_size, placement.pages[group_id]
         names = offer.names.of(size, blocks.start, blocks.stop)
@@ -193,10 +230,11 @@ class Stores:
             parent = offer.names.of(size, first - 1, first)[0] if first else None
             row_names = [names[place] for place in taken[start:end]][::-1]
             row_slots, owner = slots[start:end][::-1], number_of(offer.tenant)
-            row = _Copied(offer, placement, group_id, first, row_slots, row_names, parent, owner)
+            row_pages = [pages[blocks[place]] for place in taken[start:end]]
+            row = _Copied(offer, placement, group_id, first, row_slots, row_names, parent, owner, row_pages, is_late)
             self._copying.setdefault(step, []).append(row)
             self._under_way.update((group_id, name) for name in row_names)
-        return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
+        return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots, is_late)]
 
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
         """Compute the digests of one step's blocks, then publish all of these blocks in one message.

@@ -1,29 +1,38 @@
 """`WorkerSide`: the part of the connector that runs in each vLLM worker and copies pages as the scheduler decides."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout
+from kvtier.connectors.vllm_connector.late_stores import LateStores
 from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
-from kvtier.connectors.vllm_connector.pages import Pages, group_pages
+from kvtier.connectors.vllm_connector.pages import CpuPages, Pages, group_pages
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
+
+LATE_COPY_BYTES = 4 << 20  # in one copy of a thread, so that a worker that needs the rest soon goes on with it
 
 
 class WorkerSide:
     """A copier of pages between one worker's KV cache and the sidecar's shared memory.
 
-    Before vLLM computes a step, the worker first stores the blocks of the previous step, then loads the blocks that
-    this step needs. Only the worker's thread calls the methods.
+    Before vLLM computes a step, the worker first stores blocks of the previous step, then loads the blocks that this
+    step needs. Blocks whose pages stay as they are during the step are stored after it, by a thread. Only the worker's
+    thread calls the methods.
     """
 
-    def __init__(self, layouts: Sequence[GroupLayout], rank: int, segment: MappedSegment) -> None:
+    def __init__(
+        self, layouts: Sequence[GroupLayout], rank: int, segment: MappedSegment, late_stores: LateStores
+    ) -> None:
+        """Create the worker side of a rank, and take ownership of *segment* and *late_stores*."""
         self._layouts = layouts
         self._rank = rank
         self._segment = segment
+        self._late_stores = late_stores
         self._pages: list[Pages] = []
         self._unloaded: set[int] = set()  # pages not yet returned by `pop_failed_pages`
         self._unloaded_in_step: set[int] = set()
-        self._stored_step: int | None = None  # the last step whose stores have all been copied
+        self._stored_step: int | None = None  # the last step whose work was passed to `store`
 
     def register(self, kv_caches: Mapping[str, Any], num_pages: int) -> None:
         """Set vLLM's KV caches. Raise `UnsupportedEngine` if their layout does not allow copying whole blocks."""
@@ -47,13 +56,35 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy the previous step's blocks into the sidecar's memory.
+        """Copy the previous step's blocks into the sidecar's memory, or take over to copy them in `store_late`.
 
-        Call this before `begin`, and before vLLM changes a page.
+        Call this before `begin`, and before vLLM changes a page. The late stores of at most one step are taken over:
+        those of earlier steps end first.
         """
-        for copies in work.stores:
-            self._pages[copies.group_id].store(copies.pages, copies.slots, self._segment.slots(copies.group_id))
         self._stored_step = work.number
+        late = [copies for copies in work.stores if copies.is_late and self._stays_on_host(copies.group_id)]
+        if late or work.ends_late_stores:
+            self._late_stores.end()
+        if not work.stores:
+            return
+        later, has_failed = list[Callable[[], None]](), True
+        try:
+            for copies in work.stores:
+                pages, slots = self._pages[copies.group_id], self._segment.slots(copies.group_id)
+                if copies not in late:
+                    pages.store(copies.pages, copies.slots, slots)
+                    continue
+                limit = max(1, LATE_COPY_BYTES // self._layouts[copies.group_id].rank_bytes)
+                for start in range(0, len(copies.pages), limit):
+                    part = slice(start, start + limit)
+                    later.append(partial(pages.store, copies.pages[part], copies.slots[part], slots))
+            has_failed = False
+        finally:
+            self._late_stores.submit(work.number, later, has_failed)
+
+    def store_late(self) -> None:
+        """Let a thread make the copies that `store` took over. Call this after the step's forward pass."""
+        self._late_stores.begin()
 
     def pop_failed_pages(self) -> set[int]:
         """Return the pages that could not be loaded since the last call."""
@@ -61,14 +92,26 @@ class WorkerSide:
         return taken
 
     def report(self, work: StepWork) -> WorkerReport | None:
-        """Return the outcome of the step's copies for the scheduler, or None if the step needs no report."""
-        if not work.is_reported:
+        """Return the outcome of copies for the scheduler, or None if there is nothing to report."""
+        ended = self._late_stores.pop_ended()
+        if not work.is_reported and not ended:
             return None
         if work.wanted is not None:
             self._segment.want(work.wanted)  # switches to the segment if it has been mapped in the meantime
-        has_stored = not work.stores or self._stored_step == work.number
-        return WorkerReport(work.number, self._segment.boot, has_stored, frozenset(self._unloaded_in_step))
+        if work.stores and self._stored_step != work.number:  # `store` was never called
+            ended.append((work.number, False))
+        stored = tuple(number for number, has_stored in ended if has_stored)
+        unstored = tuple(number for number, has_stored in ended if not has_stored)
+        return WorkerReport(work.number, self._segment.boot, stored, unstored, frozenset(self._unloaded_in_step))
 
     def close(self) -> None:
-        """Unmap the sidecar's memory."""
+        """End the thread, and unmap the sidecar's memory."""
+        self._late_stores.close()
         self._segment.close()
+
+    def _stays_on_host(self, group_id: int) -> bool:
+        """Return whether pages are copied in CPU memory alone, where the forward pass has ended when it returns.
+
+        On a device, a thread would have to wait for the device's streams.
+        """
+        return isinstance(self._pages[group_id], CpuPages)

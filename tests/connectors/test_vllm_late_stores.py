@@ -8,7 +8,7 @@ import pytest
 from vllm_connector_bed import BLOCK, FULL, HYBRID, MAX_STORED, ConnectorBed, FakeRequest, blocks_aligned
 
 from kvtier.connectors.vllm_connector.counts import Unstored
-from kvtier.connectors.vllm_connector.step_work import StepWork
+from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.connectors.vllm_connector.vllm_request import overwritten_pages
 
 NUM_TOKENS = 42  # ten blocks and two tokens
@@ -207,8 +207,142 @@ def test_a_worker_that_was_not_called_first_has_stored_nothing(full: ConnectorBe
     full.finish(request)
 
     assert work.stores
-    assert not report.has_stored
+    assert (report.stored, report.unstored) == ((), (work.number,))
     assert num_found(full, request) == 0
+
+
+def copied_late(bed: ConnectorBed, num_tokens: int = NUM_TOKENS) -> FakeRequest:
+    """A request that runs on, while the workers still have to copy what is late of its prompt's blocks."""
+    request = computed(bed, num_tokens)
+    bed.step({request.request_id: 0}, request)
+    return request
+
+
+def test_pages_that_a_running_request_keeps_are_copied_after_the_step(full: ConnectorBed) -> None:
+    request = computed(full)
+    num_before = full.side.counts.stored_blocks
+
+    first = full.step({request.request_id: 0}, request)
+    num_after_first = full.side.counts.stored_blocks
+    second = full.step({request.request_id: 0}, request)
+    num_after_second = full.side.counts.stored_blocks
+    full.side.on_finished(request)
+    third = full.step()
+
+    assert [copies.is_late for copies in first.stores] == [True]
+    assert [work.ends_late_stores for work in (first, second, third)] == [False, False, True]
+    assert num_after_first == num_after_second == num_before, "no worker had to copy yet"
+    assert full.side.counts.stored_blocks == num_before + 10
+
+
+def test_pages_of_groups_that_forget_are_copied_before_the_step(bed: ConnectorBed) -> None:
+    request = computed(bed)
+
+    work = bed.step({request.request_id: 0}, request)
+    bed.end(request)
+
+    assert {copies.group_id: copies.is_late for copies in work.stores} == {
+        group_id: not group.forgets for group_id, group in enumerate(bed.groups)
+    }
+    assert num_found(bed, request) == 40
+
+
+def test_late_copies_end_before_the_next_ones_of_the_request_are_taken_over(full: ConnectorBed) -> None:
+    request = full.request(full.prompt(2 * NUM_TOKENS))
+    full.match(request)
+    full.allocate(request, 0)
+    full.reserve_ahead(2 * NUM_TOKENS // BLOCK)
+    for num_computed in (0, NUM_TOKENS):
+        request.num_computed_tokens = num_computed
+        full.step({request.request_id: NUM_TOKENS}, request)
+    request.num_computed_tokens = 2 * NUM_TOKENS
+    num_before = full.side.counts.stored_blocks
+
+    full.step({request.request_id: 0}, request)
+    num_after = full.side.counts.stored_blocks
+    full.end(request)
+
+    assert num_after == num_before + 10, "of the first step"
+    assert num_found(full, request) == blocks_aligned(full.groups, 2 * NUM_TOKENS)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "preempted"])
+def test_pages_of_late_copies_are_copied_before_others_write_to_them(bed: ConnectorBed, ends: bool) -> None:
+    request = copied_late(bed)
+    if ends:
+        bed.side.on_finished(request)
+    other = in_the_pages_of(bed, request, 0, bed.prompt(NUM_TOKENS))
+
+    work = bed.step({other.request_id: NUM_TOKENS}, other)
+    other.num_computed_tokens = NUM_TOKENS
+    bed.end(other, *([] if ends else [request]))
+
+    assert work.ends_late_stores
+    assert num_found(bed, request) == 40
+    assert num_found(bed, other) == 40
+
+
+def test_pages_of_late_copies_are_copied_before_a_load_writes_to_them(full: ConnectorBed) -> None:
+    document = full.prompt(NUM_TOKENS)
+    full.run(full.request(document))
+    other = full.request(document)
+    assert full.match(other) == 40
+    request = copied_late(full)
+    full.side.on_finished(request)
+    other.pages = [list(ids) for ids in request.pages]
+    full.side.on_allocated(other, other.pages, 40)
+    other.num_computed_tokens = 40
+
+    full.step({other.request_id: 2}, other)
+    full.check_pages(other)
+    full.end(other)
+
+    assert num_found(full, request) == 40
+
+
+def test_a_request_that_runs_again_in_other_pages_does_not_keep_those_of_before(full: ConnectorBed) -> None:
+    request = copied_late(full)
+    before = [list(ids) for ids in request.pages]
+    full.allocate(request, 0)  # preempted, and scheduled again at once
+    other = full.request(full.prompt(NUM_TOKENS))
+    other.pages = before
+    full.side.on_allocated(other, other.pages, 0)
+
+    full.step({request.request_id: NUM_TOKENS, other.request_id: NUM_TOKENS}, request, other)
+    request.num_computed_tokens = other.num_computed_tokens = NUM_TOKENS
+    full.end(request, other)
+
+    assert num_found(full, request) == 40
+
+
+def test_late_copies_from_pages_that_vllm_changes_first_are_discarded(full: ConnectorBed) -> None:
+    request = copied_late(full)
+    full.side.on_finished(request)
+
+    full.step(overwritten=request.pages[0][4:6])
+    full.listen()
+
+    assert full.side.counts.unstored_blocks[Unstored.FAILED] == 10
+    assert full.leased() == 0
+    assert num_found(full, request) == 0
+
+
+def test_a_block_is_found_once_all_workers_have_copied_their_parts() -> None:
+    bed = ConnectorBed(FULL, num_workers=2)
+    bed.run(bed.request(bed.prompt(8)))
+    num_before = bed.side.counts.stored_blocks
+    request = computed(bed)
+    work = bed.step({request.request_id: 0}, request)
+
+    bed.side.on_report(WorkerReport(work.number, bed.tiers.boot, stored=(work.number,)))
+    num_of_one = bed.side.counts.stored_blocks
+    bed.side.on_report(WorkerReport(work.number, bed.tiers.boot, stored=(work.number,)))
+
+    assert num_of_one == num_before
+    assert bed.side.counts.stored_blocks == num_before + 10
+    bed.end(request)
+    bed.check()
+    bed.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

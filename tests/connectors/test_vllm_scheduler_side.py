@@ -334,11 +334,11 @@ def test_slots_that_the_worker_could_not_fill_are_never_found(full: ConnectorBed
 
 
 def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
-    one, two = WorkerReport(3, b"boot"), WorkerReport(3, b"boot", has_stored=False)
+    one, two = WorkerReport(3, b"boot", stored=(2, 3)), WorkerReport(3, b"boot", stored=(2,), unstored=(3,))
 
     both = one.aggregate(two)
 
-    assert (both.num_workers, both.boot, both.has_stored) == (2, b"boot", False)
+    assert (both.num_workers, both.boot, both.stored, both.unstored) == (2, b"boot", (2, 3, 2), (3,))
     assert one.aggregate(WorkerReport(3, None)).boot is None
 
 
@@ -384,7 +384,7 @@ def test_blocks_whose_digests_could_not_be_taken_are_never_found(
     with monkeypatch.context() as patched:
         patched.setattr(full.memories[0], "host_block", lambda slot: 1 / 0)
         full.compute(request)
-    full.finish(request)
+        full.finish(request)
 
     assert full.side.counts.stored_blocks == 2
     assert unstored(full) == {Unstored.FAILED: 10}
@@ -497,6 +497,8 @@ def test_a_request_that_was_preempted_looks_again(bed: ConnectorBed) -> None:
     bed.listen()
 
     request.num_computed_tokens = 0
+    bed.step()
+    bed.listen()
     assert bed.match(request) == 40
     bed.allocate(request, 40)
     bed.compute(request)
@@ -710,6 +712,7 @@ def test_whatever_becomes_of_the_sidecar_no_page_is_wrong(groups: Sequence[Atten
         bed.finish_without_listening(request)
         bed.check()
     bed.make_well()
+    bed.step()
 
     assert num_loaded
     assert not bed.worker.pop_failed_pages()

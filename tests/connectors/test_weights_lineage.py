@@ -109,7 +109,7 @@ def test_what_is_being_digested_while_the_cache_is_reset_is_never_published(bed:
     bed.threads.is_held = True
     bed.step({request.request_id: NUM_TOKENS}, request)
     request.num_computed_tokens = NUM_TOKENS
-    bed.step({request.request_id: 0}, request)
+    bed.end(request)
     assert bed.side.is_digesting
 
     bed.side.start_new_lineage()

@@ -19,6 +19,7 @@ from kvtier.connectors.vllm_connector.adapters import Adapters
 from kvtier.connectors.vllm_connector.build_scheduler_half import host_slots
 from kvtier.connectors.vllm_connector.digests import Digests
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout
+from kvtier.connectors.vllm_connector.late_stores import LateStores
 from kvtier.connectors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment
 from kvtier.connectors.vllm_connector.pages import Slots
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
@@ -120,6 +121,13 @@ class FailingSegment(MappedSegment):
         return super().slots(group_id)
 
 
+class LastMomentStores(LateStores):
+    """Makes each copy no sooner than it must."""
+
+    def begin(self) -> None:
+        pass
+
+
 class ConnectorBed:
     """One engine on one sidecar. *groups* have layers of two pages each, of each of *num_workers*."""
 
@@ -187,7 +195,9 @@ class ConnectorBed:
         )
         block_bytes = [each.block_bytes for each in self.layouts]
         self.segments = [FailingSegment(block_bytes, self.clock, self._attach, None) for _ in self.rank_caches]
-        self.workers = [WorkerSide(self.layouts, rank, segment) for rank, segment in enumerate(self.segments)]
+        self.workers = [
+            WorkerSide(self.layouts, rank, segment, LastMomentStores()) for rank, segment in enumerate(self.segments)
+        ]
         for worker, caches in zip(self.workers, self.rank_caches, strict=True):
             worker.register(caches, NUM_PAGES)
         self.worker, self.segment = self.workers[0], self.segments[0]
@@ -249,6 +259,8 @@ class ConnectorBed:
             with suppress(MemoryError):
                 worker.load(work)
         compute()
+        for worker in self.workers:
+            worker.store_late()
         reports = [report for worker in self.workers if (report := worker.report(work)) is not None]
         return reduce(WorkerReport.aggregate, reports) if reports else None
 
@@ -299,7 +311,7 @@ class ConnectorBed:
         for num_scheduled in (request.num_tokens, 0):
             work = self.side.step({request.request_id: num_scheduled}, {request.request_id: request.pages}.get)
             request.num_computed_tokens = request.num_tokens
-            self.side.on_report(WorkerReport(work.number, None, has_stored=False))
+            self.side.on_report(WorkerReport(work.number, None, unstored=(work.number,)))
             self.side.poll()
             self.clock.now += 0.03
 
