@@ -187,7 +187,10 @@ class SlabFile:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
         if (first + len(values)) * self._num_bytes > _MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"slot {first} is beyond the size limit of a slab's file")
-        write = self._write_direct if self._may_write_direct(first, len(values), buffers) else self._write_buffered
+        write = self._write_direct
+        if not self._may_write_direct(first, len(values), buffers):
+            write = self._write_buffered
+            self._lengthen((first + len(values)) * self._num_bytes)
         left, _ = _transfer(write, buffers, first * self._num_bytes)
         if left:
             raise OSError(errno.EIO, "a write to a slab made no progress")
@@ -203,6 +206,17 @@ class SlabFile:
             return False
         ends = (first, first + num_slots - 1)  # the slots between them were probably last written in the same way
         return not any(self.is_cached(number * self._num_bytes, PAGE_BYTES) for number in ends)
+
+    def _lengthen(self, num_bytes: int) -> None:
+        """Make the file at least *num_bytes* long, with disk space for what is new. Raises OSError if there is none.
+
+        Writing through the page cache to a file that grows takes a quarter longer, because each call allocates anew.
+        """
+        end = os.fstat(self._file).st_size
+        if end < num_bytes and _libc.fallocate(self._file, 0, end, num_bytes - end):
+            error = ctypes.get_errno()
+            if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):  # then the write does the same
+                raise OSError(error, "no disk space for new slots")
 
     def _write_direct(self, buffers: list[memoryview], at: int) -> int:
         # A write that stopped within a page continues through the page cache: O_DIRECT needs aligned offsets.

@@ -58,7 +58,7 @@ class DiskBelow:
 
     Lookups do not wait, because the index is in memory. `load` and `store` begin a job and return its future at once.
     Jobs end in any order. The caller must not touch the memory of a job's rows until the job has ended. Callbacks of
-    the future must be short, because they run on the thread that ends the job: a reader, the writer or the caller's
+    the future must be short, because they run on the thread that ends the job: a reader, a writer or the caller's
     thread. All methods may be called from any thread.
 
     One lock guards the tier's state. No thread copies bytes or waits for the disk while it holds the lock.
@@ -79,7 +79,7 @@ class DiskBelow:
         Args:
             disk: The store of blocks.
             make_lanes: Returns the lanes (transfer threads), which put finished transfers into the given queue:
-                `Route.DISK_TO_HOST` with *num_readers* threads, and `Route.HOST_TO_DISK` with one.
+                `Route.DISK_TO_HOST` with *num_readers* threads, and `Route.HOST_TO_DISK`.
             num_readers: Number of reader threads.
             max_queued_bytes: Limit on the bytes that wait to be written.
             row_bytes: Returns the number of bytes of a block, given its group.

@@ -18,6 +18,7 @@ from kvtier.transfer.transfer_engine import Route
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
+NUM_WRITERS = 2  # one computes the digests of its blocks while the other one writes
 MAX_QUEUED_BYTES = 256 << 20  # max bytes of an engine's host memory that queued writes keep in use
 OPENING_WAIT_S = 5.0  # max wait at the start; a store that takes longer is used as soon as it is open
 
@@ -61,7 +62,7 @@ def open_disk_below(
 
     def make_lanes(finished: InlineQueue) -> Mapping[Route, Lane]:
         return {
-            Route.HOST_TO_DISK: ThreadLane(finished, "store"),
+            Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
             Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
         }
 

@@ -13,9 +13,9 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MAX_PART_BYTES = 16 << 20
+MAX_PART_BYTES = 8 << 20
 MAX_PART_ROWS = 64
-MAX_IN_FLIGHT = 2  # parts: one is written and one waits for the writer
+MAX_IN_FLIGHT = 3  # parts: each of two threads writes one, and one waits
 
 
 class Refusal(StrEnum):
