@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from vllm_core import VllmCore, vllm_naming, vllm_small_calls, vllm_version
+from vllm_core import VllmCore, VllmOffloadingCore, vllm_naming, vllm_small_calls, vllm_version
 
 from bench.report import Row, arguments, publish
 from bench.rounds import at_most, spread
@@ -27,12 +27,13 @@ from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Scheduler
-from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -77,6 +78,7 @@ class KvtierCore:
         windows: Sequence[int | None] = (None,),
         events: bool = False,
         num_host_slots: int = 0,
+        step_tokens: int = 512,
     ) -> None:
         groups: list[AttentionGroup] = [
             FullAttention(BLOCK_SIZE) if window is None else SlidingWindow(BLOCK_SIZE, window) for window in windows
@@ -88,7 +90,8 @@ class KvtierCore:
         self._events = EventLog() if events else None
         transfers = TransferEngine(lanes, finished)
         lower = lower_tiers(groups, memories, transfers, events=self._events)
-        self.cache = TieredCache(groups, memories, transfers, lower, events=self._events)
+        options = CacheOptions(min_clean_ahead=2 * step_tokens // BLOCK_SIZE)  # as the engine sets it
+        self.cache = TieredCache(groups, memories, transfers, lower, options=options, events=self._events)
 
     @staticmethod
     def prompt(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> BlockChain:
@@ -150,6 +153,11 @@ class KvtierCore:
     def lane_seconds(self) -> float:
         """Processor time of the copies, which are the work of other threads."""
         return sum(lane.seconds for lane in self._lanes.values())
+
+    @property
+    def num_lost(self) -> int:
+        """Number of blocks that left the device without the copy in host memory that they should have had."""
+        return self.cache.statistics().tiers[Tier.DEVICE].dropped_spills
 
 
 def naming(token_ids: Sequence[int] | npt.NDArray[np.int32], algorithm: HashAlgorithm) -> Work:
@@ -215,10 +223,13 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
         return Comparison(name, "ns/block", per_block, factor, earlier, ours, vllm, hits)
 
     def chunked(chunk_tokens: int, num_host_slots: int, factor: float, earlier: float) -> Comparison:
-        core = KvtierCore(NUM_SLOTS, num_host_slots=num_host_slots)
+        core = KvtierCore(NUM_SLOTS, num_host_slots=num_host_slots, step_tokens=chunk_tokens)
         ours = chunked_work(core, chunk_tokens)
-        vllm = chunked_work(VllmCore(NUM_SLOTS), chunk_tokens) if with_vllm else None
-        tiers = "device and host, spilling; vLLM: device" if num_host_slots else "device"
+        vllm = None
+        if with_vllm:
+            vllms = VllmOffloadingCore(NUM_SLOTS, num_host_slots) if num_host_slots else VllmCore(NUM_SLOTS)
+            vllm = chunked_work(vllms, chunk_tokens)
+        tiers = "device and host, spilling" if num_host_slots else "device"
         name = f"cold, {chunk_tokens} tokens a step, {tiers}"
         return Comparison(name, "ns/block", per_block, factor, earlier, ours, vllm, 0, lambda: core.lane_seconds)
 
@@ -238,10 +249,10 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
             ()
             if events
             else (
-                chunked(512, 0, 2.0, 2200),
-                chunked(2048, 0, 3.0, 1800),
-                chunked(512, 2 * NUM_SLOTS, 1.5, 2200),
-                chunked(2048, 2 * NUM_SLOTS, 1.5, 1800),
+                chunked(512, 0, 1.6, 2200),
+                chunked(2048, 0, 2.8, 1800),
+                chunked(512, 2 * NUM_SLOTS, 1.5, 16_000),
+                chunked(2048, 2 * NUM_SLOTS, 1.5, 14_000),
             )
         ),
         small(1, 1.54),
@@ -304,6 +315,7 @@ def chunked_work(core: KvtierCore | VllmCore, chunk_tokens: int) -> Prepare:
 
     def prepare() -> Work:
         prompt = core.prompt(random_tokens(next(numbers)).tolist())
+        assert not core.num_lost, f"{core.num_lost} blocks were not copied to host memory"
         return lambda: core.serve_by_chunks(prompt, chunk_tokens)
 
     for _ in range(3):  # fills the pool
