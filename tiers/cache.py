@@ -1,7 +1,6 @@
 """TieredCache: one prefix cache over the device, host, disk and remote tiers. The entry point of this package."""
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -214,9 +213,9 @@ class TieredCache:
                 return None
         tables: Tables = []
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
-            slots = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
-            assert slots is not None, "fewer free slots than a moment ago"
-            tables.append(array("i", slots))
+            table = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
+            assert table is not None, "fewer free slots than a moment ago"
+            tables.append(table)
             group.num_held += wanted
         self._window.on_allocated(max(num_slots))
         return tables
@@ -232,7 +231,8 @@ class TieredCache:
             first, last = start // group.block_size, end // group.block_size
             if not group.attention.forgets:
                 if first < last:
-                    self.residency.commit_run(group, table, chain, first, np.array(table[first:last], np.intp))
+                    slots = np.frombuffer(table[first:last], np.int32).astype(np.intp)
+                    self.residency.commit_run(group, table, chain, first, slots)
                 continue
             for blocks in self._retention.kept(group.attention, first, last, boundaries):
                 slots = np.array(table[blocks.start : blocks.stop], np.intp)

@@ -99,7 +99,7 @@ class SimulatedReplica:
         slots, gone = self.pool.evict_and_lease(wanted, self.pool.order.victims(wanted - self.pool.num_blank))
         if gone:
             self.tell(now, BlockRemoved([int.from_bytes(name[-8:], "big") for name in gone]))
-        return slots
+        return slots.tolist()
 
 
 @dataclass(slots=True)

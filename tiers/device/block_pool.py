@@ -239,7 +239,9 @@ class BlockPool:
             return [slot]
         cut = len(blank) - num_slots
         if cut < 0:
-            return None if num_slots > self.num_free else self.evict_and_lease(num_slots, self.order.victims(-cut))[0]
+            if num_slots > self.num_free:
+                return None
+            return cast(list[int], self.evict_and_lease(num_slots, self.order.victims(-cut))[0].tolist())
         slots = blank[cut:]
         del blank[cut:]
         slots.reverse()
@@ -400,21 +402,21 @@ class BlockPool:
         self._blank[:0] = freed[::-1].tolist()
         return names
 
-    def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
+    def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[Ids, list[BlockName]]:
         """Evict the blocks in the slots *victims*, and lease these slots and all free slots without a block.
 
-        *num_slots* must be the number of slots leased. Returns these slots, and the names of the evicted blocks.
+        *num_slots* must be the number of slots leased. Returns these slots, which the caller must not change, and the
+        names of the evicted blocks.
         """
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
         self._slots.remove_all(names)
         self.num_changes += 1
-        self._all_leases[victims] = 1
-        slots = cast(list[int], victims.tolist())
+        slots = victims
         if self._blank:
-            self._all_leases[self._blank] = 1
-            slots = self._blank[::-1] + slots
+            slots = np.concatenate([np.array(self._blank[::-1], np.intp), victims])
             self._blank.clear()
+        self._all_leases[slots] = 1
         assert len(slots) == num_slots, "the blank slots and the victims are not num_slots in total"
         return slots, names
 

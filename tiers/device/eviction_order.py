@@ -5,7 +5,7 @@
 
 import mmap
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -233,9 +233,12 @@ class Runs:
             rows.append(NamedSpan(start, end, names, None if before < 0 else run.names[before]))
         return rows
 
-    def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
+    def remove_spans(self, slots: npt.NDArray[np.intp], spans: Sequence[Span]) -> list[BlockName]:
         """Remove the blocks in *slots* and return their names. *spans* is what `spans` returns for these slots."""
         self._all_spots[slots] = NO_SPOT
+        if len(spans) == 1 and spans[0].run_id != NO_SPOT:  # typical
+            start, end, run_id, place = spans[0]
+            return self._take_out(run_id, range(place, place - (end - start), -1))
         names: list[BlockName] = []
         num_gone: dict[int, int] = {}  # removals by run, applied once per run because `_shrink` searches the rest
         for start, end, run_id, place in spans:

@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -39,16 +38,19 @@ class Ghosts:
         self._how = np.zeros(num_names, np.uint8)  # index of the tier and of the cause, combined
         self._at = np.zeros(num_names)
         self._next = 0
-        self._pending: list[Sequence[BlockName]] = []  # not in the ring yet, oldest first
+        # Losses that are not in the ring yet, oldest first. Each item of these lists is one call of `remember`.
+        self._pending: list[bytes] = []  # the names, concatenated
+        self._pending_numbers: list[int] = []  # the number of names
         self._pending_how = array("B")
         self._pending_at = array("d")
         self._num_pending = 0
 
     def remember(self, names: Sequence[BlockName], tier: Tier, cause: EvictionCause, at: float) -> None:
-        """Record that *tier* dropped the last copies of these blocks at time *at*. Do not change *names* afterwards."""
+        """Record that *tier* dropped the last copies of these blocks at time *at*."""
         if not names:
             return
-        self._pending.append(names)
+        self._pending.append(b"".join(names))  # now, while the names are in the CPU's cache
+        self._pending_numbers.append(len(names))
         self._pending_how.append(_HOW[tier, cause])
         self._pending_at.append(at)
         self._num_pending += len(names)
@@ -96,16 +98,16 @@ class Ghosts:
     def _take_in(self) -> None:
         if not self._pending:
             return
-        numbers = list(map(len, self._pending))
-        limit = len(self._prefixes)
-        kept = list(chain.from_iterable(self._pending))[-limit:]
-        prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
-        hows = np.repeat(np.frombuffer(self._pending_how, np.uint8), numbers)[-limit:]
-        ats = np.repeat(np.frombuffer(self._pending_at), numbers)[-limit:]
-        fits = min(len(kept), limit - self._next)
-        for start, some in ((self._next, slice(0, fits)), (0, slice(fits, len(kept)))):
+        joined, limit = b"".join(self._pending), len(self._prefixes)
+        prefixes = np.frombuffer(joined, np.uint64)[:: len(joined) // 8 // self._num_pending][-limit:]
+        hows = np.repeat(np.frombuffer(self._pending_how, np.uint8), self._pending_numbers)[-limit:]
+        ats = np.repeat(np.frombuffer(self._pending_at), self._pending_numbers)[-limit:]
+        num_new = len(prefixes)
+        fits = min(num_new, limit - self._next)
+        for start, some in ((self._next, slice(0, fits)), (0, slice(fits, num_new))):
             end = start + len(prefixes[some])
             self._prefixes[start:end], self._how[start:end], self._at[start:end] = prefixes[some], hows[some], ats[some]
-        self._next = (self._next + len(kept)) % limit
-        self._pending, self._pending_how, self._pending_at = [], array("B"), array("d")
+        self._next = (self._next + num_new) % limit
+        self._pending, self._pending_numbers = [], []
+        self._pending_how, self._pending_at = array("B"), array("d")
         self._num_pending = 0

@@ -3,6 +3,7 @@
 A slot is *dirty* while its block has yet to be copied to a lower tier, and otherwise *clean*.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -264,7 +265,7 @@ class GroupSlots:
         uncopied: Ids = slots[self._pushed_out[slots] != self.pool.spots(slots)]
         return uncopied[:limit]
 
-    def take(self, num_slots: int, window: int) -> list[int] | None:
+    def take(self, num_slots: int, window: int) -> "array[int] | None":
         """Lease *num_slots* slots, evicting clean blocks first; return None without any effect if too few are free.
 
         Looks for clean blocks among the oldest ones: as many as are needed, plus *window* more. If too few of these are
@@ -276,10 +277,11 @@ class GroupSlots:
                 return None
             victims = self._choose(num_slots - pool.num_blank, window)
             were_dirty = self._clean(victims)
-            slots, names = pool.evict_and_lease(num_slots, victims)
+            leased, names = pool.evict_and_lease(num_slots, victims)
             self._tell(victims, names, were_dirty, EvictionCause.ROOM)
-            return slots
-        return pool.allocate(num_slots)
+            return array("i", leased.astype(np.int32).tobytes())
+        slots = pool.allocate(num_slots)
+        return None if slots is None else array("i", slots)
 
     def take_clean(self, num_slots: int, window: int) -> list[int]:
         """Lease up to *num_slots* slots without evicting any dirty block.

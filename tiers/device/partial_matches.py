@@ -17,12 +17,13 @@ MAX_TRIED = 8  # maximum number of blocks that a search returns
 
 @dataclass(slots=True)
 class _Piece:
-    """Blocks *start* to *end* - 1 of a prompt and their slots, not yet added to the table of `PartialMatches`."""
+    """Blocks *start* to *end* - 1 of a prompt, not yet added to the table of `PartialMatches`."""
 
     chain: BlockChain
     start: int
     end: int
-    slots: list[npt.NDArray[np.intp]]
+    slots: list[npt.NDArray[np.intp]]  # the blocks' slots, in one or more arrays
+    keys: list[bytes]  # the blocks' keys, concatenated, in as many parts
 
 
 class PartialMatches:
@@ -48,12 +49,15 @@ class PartialMatches:
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
         """Record that *slots* hold the named blocks of *chain* from *start* on. Do not change *slots* afterwards."""
+        end = start + len(slots)
+        keys = b"".join(chain.continued_keys(start, end))  # now, while the names are in the CPU's cache
         last = self._pending[-1] if self._pending else None
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
-            last.end += len(slots)
+            last.keys.append(keys)
+            last.end = end
         else:
-            self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
+            self._pending.append(_Piece(chain, start, end, [slots], [keys]))
         self._num_pending += len(slots)
         if self._num_pending >= MAX_PENDING:
             self._take_in()
@@ -117,8 +121,9 @@ class PartialMatches:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
         slots = np.concatenate([slots for piece in pending for slots in piece.slots])
-        keys = b"".join([key for piece in pending for key in piece.chain.continued_keys(piece.start, piece.end)])
-        ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
+        keys = b"".join([part for piece in pending for part in piece.keys])
+        parts = [piece.chain.named_ids(piece.start, piece.end) for piece in pending]
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
         # Assigning each row as one item of raw bytes takes a quarter of the time of assigning rows of numbers.
         _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")

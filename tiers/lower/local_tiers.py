@@ -507,7 +507,7 @@ class LocalTiers:
         if not self.index.disk.is_failing:
             slots = host.take_clean(num_slots, window.num_blocks)
         else:
-            slots = host.take(min(num_slots, host.pool.num_free), window.num_blocks) or []
+            slots = list(host.take(min(num_slots, host.pool.num_free), window.num_blocks) or ())
         window.on_allocated(len(slots))
         self._unmet[group_id] += num_slots - len(slots)
         self._reserved[group_id] += len(slots)

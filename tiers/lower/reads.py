@@ -304,7 +304,7 @@ class Reads:
         slots = host.take_clean(len(batch), window)
         # While no copy to disk is in flight, no slot becomes clean. Then a block wanted now may evict a dirty block.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
-            slots = host.take(min(len(batch), host.pool.num_free), window) or []
+            slots = list(host.take(min(len(batch), host.pool.num_free), window) or ())
         read = ReadBatch(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
         keys = [source.key(group_id, block_read.name) for block_read in read.batch]
         if not keys or not self._transfers.submit(

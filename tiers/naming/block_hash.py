@@ -230,8 +230,10 @@ class BlockChain:
         """Return the token ids of the full blocks *start* to *end* - 1, shape [(end - start) * block_size]."""
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
-    def continued_keys(self, start: int, end: int) -> list[bytes]:
+    def continued_keys(self, start: int, end: int) -> Sequence[bytes]:
         """Return for each block from *start* to *end* - 1 a key that identifies its prefix; see `continued_key`."""
+        if start >= self._num_keyed and start:
+            return self.names[start - 1 : end - 1]
         num_keyed = max(start, self._num_keyed, 1)  # at least 1, because the first block's key is not a block name
         keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]

@@ -532,7 +532,7 @@ class Promoter:
         sources, wanted = self._backlogs.take(promotion, group, ids)
         taken = group.slots.take(len(ids), window)
         assert taken is not None, "fewer slots are free than were reserved"
-        uploads = self._uploads.start(group, names, taken, sources)
+        uploads = self._uploads.start(group, names, taken.tolist(), sources)
         for waiter, is_wanted in wanted:
             joined = uploads
             if not is_wanted.all():
