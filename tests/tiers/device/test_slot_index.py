@@ -1,4 +1,5 @@
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -46,3 +47,21 @@ def test_what_is_made_anew_at_once_stays_small_in_a_large_pool() -> None:
     index.give_all([BlockName(rng.randbytes(32)) for _ in range(200_000)], range(200_000))
 
     assert index.max_in_one < 200_000 / 100
+
+
+@pytest.mark.parametrize("num_slots", [100_000, 150_000])
+def test_the_dicts_of_a_large_pool_stay_small_when_other_names_take_the_place_of_all(num_slots: int) -> None:
+    rng = random.Random(1)
+    slots = list(range(num_slots))
+    names = [BlockName(rng.randbytes(32)) for _ in range(3 * num_slots)]
+    tracemalloc.start()
+    index = SlotIndex(num_slots)
+    index.give_all(names[:num_slots], slots)
+    for start in range(0, 2 * num_slots, 500):
+        index.remove_all(names[start : start + 500])
+        index.give_all(names[start + num_slots : start + num_slots + 500], slots[start % num_slots :][:500])
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(index) == num_slots
+    assert num_bytes / num_slots < 64  # of which an entry of a dict takes 24, if the dict is full
