@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, as_config
-from kvtier.engine.core import EngineCore, EngineStatistics
+from kvtier.engine.core import IDLE_WAIT_S, RESET_WAIT_S, EngineCore, EngineStatistics
 from kvtier.engine.engine_thread import Attendant, EngineThread, Progress, fail
 from kvtier.engine.llm import GREEDY, Prompt, encode, keyed
 from kvtier.engine.loaded_engine import LoadedEngine
@@ -29,6 +29,7 @@ from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import coroutine_safe
+from kvtier.tiers.lower.lower_tiers import Deletion
 from kvtier.tiers.lower.statistics import NO_TOKENS, TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
@@ -224,12 +225,23 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> bool:
         """Evict all blocks from device, host memory and disk.
 
-        A remote tier keeps its blocks, so later prompts may still hit them.
+        A remote tier keeps its blocks, so later prompts may still hit them. No part of the reset delays a step of the
+        engine by more than two milliseconds.
 
         Returns:
-            True if the blocks were evicted. False if requests are running or copies hang; nothing is evicted then.
+            True if the blocks were evicted. False if requests are running, if copies hang, or if the disk store is
+            known to fail; nothing is evicted then. False also if the store fails to delete the records; see
+            `EngineCore.reset`.
         """
-        return await self.ask(lambda core: core.reset())
+        deadline = time.monotonic() + RESET_WAIT_S
+        while not await self.ask(lambda core: core.begin_reset()):
+            is_copying = await self.ask(lambda core: bool(core.cache.num_in_flight) and not core.scheduler.running)
+            if not is_copying or time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(IDLE_WAIT_S)
+        while (deletion := await self.ask(lambda core: core.cache.deletion)) is Deletion.IN_PROGRESS:
+            await asyncio.sleep(IDLE_WAIT_S)
+        return deletion is Deletion.DONE
 
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
         """Call *question* in the engine's thread between two steps, and return its result or raise its error.

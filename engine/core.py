@@ -40,6 +40,7 @@ from kvtier.engine.stores.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lower.lower_tiers import Deletion
 from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
 from kvtier.tiers.naming.events import EventLog
@@ -270,22 +271,34 @@ class EngineCore:
     def reset(self) -> bool:
         """Evict all blocks from device, host memory and disk or, with a sidecar, from device and sidecar.
 
-        Wait up to `RESET_WAIT_S` for in-flight copies first. A remote tier keeps its blocks, because other machines
-        share them, so later prompts may still hit them.
+        Wait up to `RESET_WAIT_S` for in-flight copies first, and then for the deletion of the records on disk. A remote
+        tier keeps its blocks, because other machines share them, so later prompts may still hit them.
 
         Returns:
             True if the blocks were evicted. False, with nothing evicted, if requests use blocks, if copies do not
-            finish in time, or if the disk store fails.
+            finish in time, or if the disk store is known to fail. False also if the store fails to delete the records.
+            Then this engine finds none of the blocks any more, and it retries the deletion. But an engine that starts
+            before the deletion is done would find them.
+        """
+        deadline = time.monotonic() + RESET_WAIT_S
+        while not self.begin_reset():
+            if not self.cache.num_in_flight or self.scheduler.running or time.monotonic() >= deadline:
+                return False
+            self.cache.wait(IDLE_WAIT_S)
+        while self.cache.deletion is Deletion.IN_PROGRESS:
+            self.cache.wait(IDLE_WAIT_S)
+        return self.cache.deletion is Deletion.DONE
+
+    def begin_reset(self) -> bool:
+        """Evict all blocks as `reset` does, in one short step.
+
+        Steps and idle engines delete the records on disk, see `TieredCache.deletion`. Returns False, with nothing
+        evicted, if requests use blocks, if copies are in flight, or if the disk store is known to fail.
         """
         self._check_open()
-        if self.scheduler.running or self.scheduler.promoting:
+        if self.scheduler.running or self.scheduler.promoting or not self.cache.reset():
             return False
-        deadline = time.monotonic() + RESET_WAIT_S
-        while self.cache.num_in_flight and time.monotonic() < deadline:
-            self.cache.wait(IDLE_WAIT_S)
-        if not self.cache.reset():
-            return False
-        self.pins.unpin_all()  # the reset ended all pins, so callers may pin again up to their limits
+        self.pins.forget_all()  # the reset ended all pins, so callers may pin again up to their limits
         self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
         if self._remote is not None:

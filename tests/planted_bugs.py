@@ -2028,7 +2028,7 @@ BUGS = [
     Bug(
         "after a reset owners of pins may pin no more",
         "engine/core.py",
-        "self.pins.unpin_all()",
+        "self.pins.forget_all()",
         "pass",
         "tests/server/documents/test_kept_prompts.py",
     ),
@@ -2821,22 +2821,22 @@ BUGS = [
     Bug(
         "what was on disk when all was forgotten is not told of",
         "tiers/lower/local_tiers.py",
-        "        self.index.disk.index.empty()\n",
-        "        self.index.disk.index.clear()\n",
+        "        self.index.clear_disk(is_event=is_event)\n",
+        "        self.index.clear_disk(is_event=False)\n",
         "tests/sidecar/own/test_own_endpoint.py",
     ),
     Bug(
         "what a reset takes from the device looks as if it had never been there",
         "tiers/residency.py",
-        "            self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())\n",
-        "            group.clear()\n",
+        "            self.ghosts.remember(names, Tier.DEVICE, EvictionCause.CLEARED, at)\n",
+        "            pass\n",
         "tests/tiers/test_purge.py",
     ),
     Bug(
         "what is on disk when all is forgotten is not remembered",
-        "tiers/lower/local_tiers.py",
-        "        self.index.report_disk_lost()\n        self.index.disk.index.empty()\n",
-        "        self.index.disk.index.empty()\n",
+        "tiers/lower/lower_index.py",
+        "        if gone and is_loss:",
+        "        if False:",
         "tests/sidecar/test_layouts.py",
     ),
     Bug(

@@ -15,7 +15,7 @@ from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.lookups import Lookups
 from kvtier.tiers.lower.copies import CleanAhead
 from kvtier.tiers.lower.local_purge import limit_per_group
-from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.lower_tiers import Deletion, LowerTiers
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
@@ -199,6 +199,7 @@ class TieredCache:
         self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, should_continue)
         self._promoter.pump(self._window.num_blocks)
         self.residency.process_lost()
+        self.residency.remember_cleared()
         self.pins.pump()
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
@@ -314,6 +315,11 @@ class TieredCache:
         """Number of copies in flight between all tiers."""
         return self._transfers.in_flight
 
+    @property
+    def deletion(self) -> Deletion:
+        """State of the deletion of the records on disk that the last `reset` has started."""
+        return self.lower.status.clearing.deletion
+
     def purge(self, order: PurgeOrder) -> CachePurge:
         """Prepare to evict the blocks that an operator's *order* selects. Call `go_on` of the result until it is done.
 
@@ -331,15 +337,17 @@ class TieredCache:
         return CachePurge(order, device, block_bytes, [self.lower.purge(order)], self._clock)
 
     def reset(self) -> bool:
-        """Evict all blocks from all tiers and end all pins. Waits until the store has deleted this namespace's records.
+        """Evict all blocks from all tiers and end all pins, in one short step.
 
-        Returns False if any block is leased or in flight, or if the store fails. Then no block is evicted from device
-        or host memory, but a failing store may have deleted some of its records.
+        No lookup finds any of these blocks afterwards. Later polls delete their records on disk. Until `deletion` is
+        `DONE`, a process that starts meanwhile would still find some of them.
+
+        Returns False if any block is leased or in flight, or if the disk is known to fail. Then nothing is evicted.
         """
         if (
             any(group.num_held for group in self._group_tiers)
             or self._promoter.num_waiting
-            or self._transfers.in_flight
+            or self._transfers.in_flight > self.lower.status.clearing.num_in_flight
         ):
             return False
         if not self.lower.clear():

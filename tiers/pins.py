@@ -1,12 +1,15 @@
 """Pins: prefixes kept in host memory for later requests, for example for queued prompts and pinned documents."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.device.cleared_blocks import Leftovers
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, ReadPriority
@@ -17,6 +20,7 @@ from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import GroupTiers, Residency
 
 RETRY_S = 0.02  # pause before the blocks missing in host memory are looked up again
+RELEASED_AT_ONCE = 1024  # leases of ended pins released per call, which takes 0.3 ms
 PART = 48  # blocks looked up per call of `pump` or `pin`
 MAX_IN_FLIGHT = 256  # maximum number of blocks in flight from disk, for each attention group of a pin
 
@@ -45,9 +49,11 @@ class Leases:
         """Return up to *limit* blocks that are not leased, from the block at index *start* on."""
         return start + np.flatnonzero(~self.is_here[start:])[:limit]
 
-    def release(self) -> None:
-        """Release all leases and cancel all reads."""
-        self.let_go(np.array(sorted(self.fetched), np.intp))
+    def release(self, limit: int) -> int:
+        """Release up to *limit* leases, the last blocks first, and cancel their reads. Return their number."""
+        held = np.flatnonzero(self.is_here | self.is_coming)[-limit:]
+        self.let_go(held)
+        return len(held)
 
     def let_go(self, blocks: BlockIds) -> None:
         """Release the leases of *blocks*, and cancel their reads.
@@ -60,11 +66,19 @@ class Leases:
         self.is_here[blocks] = self.is_coming[blocks] = False
 
 
+@dataclass(slots=True)
+class Term:
+    """The time in which pins began that `Pins.end_all` ends together."""
+
+    has_ended: bool = False
+
+
 class Pin:
     """A prefix whose blocks are loaded into host memory and kept there until its owner ends the pin."""
 
-    def __init__(self, chain: BlockChain, leases: Sequence[Leases]) -> None:
+    def __init__(self, chain: BlockChain, leases: Sequence[Leases], term: Term) -> None:
         self.chain = chain
+        self.term = term
         self.num_bytes = sum(each.num_bytes for each in leases)
         self.leases = leases  # by group
         self.num_absent = sum(len(each.blocks) for each in leases)  # blocks that are not leased yet
@@ -73,8 +87,8 @@ class Pin:
 
     @property
     def is_whole(self) -> bool:
-        """True if every block is in host memory."""
-        return not self.num_absent
+        """True if every block is in host memory, and the pin has not ended."""
+        return not self.num_absent and not self.term.has_ended
 
 
 class Pins:
@@ -101,6 +115,9 @@ class Pins:
         self._num_bytes = 0
         self._epoch = self._lower.status.epoch
         self._doubtful: list[Pin] = []  # pins whose leases may be on memory that the tiers no longer use
+        self._term = Term()
+        self._ending: deque[dict[Pin, None]] = deque()  # pins that have ended, and still have leases
+        self._leftovers = Leftovers()
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +144,7 @@ class Pins:
         must itself limit the total size of all pins.
         """
         whole = self.whole_tokens(chain, num_tokens)
-        pin = Pin(chain, [Leases(group, group.needed(whole, start)) for group in self._groups])
+        pin = Pin(chain, [Leases(group, group.needed(whole, start)) for group in self._groups], self._term)
         if pin.num_bytes > (self.free_bytes if max_bytes is None else max_bytes):
             return None
         self._pins[pin] = None
@@ -142,27 +159,35 @@ class Pins:
         return min(num_tokens, len(chain.names) * chain.block_size) // self._alignment * self._alignment
 
     def unpin(self, pin: Pin) -> None:
-        """End the pin: release its leases and cancel its queued reads. Idempotent."""
+        """End the pin: release its leases and cancel its queued reads. Idempotent.
+
+        If the pin has more than `RELEASED_AT_ONCE` leases, later calls of `pump` release the rest.
+        """
         if pin not in self._pins:
             return
         del self._pins[pin]
         self._absent.pop(pin, None)
         self._num_bytes -= pin.num_bytes
-        for leases in pin.leases:
-            leases.release()
         pin.num_absent = sum(len(leases.blocks) for leases in pin.leases)  # so that the pin is no longer whole
+        if self._release(pin, RELEASED_AT_ONCE) == RELEASED_AT_ONCE:
+            self._ending.append({pin: None})
 
     def end_all(self) -> None:
-        """End every pin."""
-        for pin in list(self._pins):
-            self.unpin(pin)
+        """End every pin in one short step. Later calls of `pump` release their leases."""
+        self._ending.append(self._pins)
+        self._leftovers.add(self._absent)
+        self._pins, self._absent, self._doubtful = {}, {}, []
+        self._num_bytes = 0
+        self._term.has_ended = True
+        self._term = Term()
 
     def pump(self) -> None:
         """Look up at most `PART` missing blocks of the pins whose next lookup is due.
 
         When `LowerStatus.epoch` has changed, the lower tiers may have lost any block. Then each call also checks one
-        pin, and releases the leases on its lost blocks.
+        pin, and releases the leases on its lost blocks. Each call also releases some leases of pins that have ended.
         """
+        self._release_ended()
         if self._epoch != self._lower.status.epoch:
             self._epoch = self._lower.status.epoch
             self._doubtful = list(self._pins)
@@ -176,6 +201,28 @@ class Pins:
             if pin in self._absent and pin.look_at > now:  # all were looked up: move the pin to the end
                 del self._absent[pin]
                 self._absent[pin] = None
+
+    def _release_ended(self) -> None:
+        """Release at most `RELEASED_AT_ONCE` leases of pins that have ended."""
+        num_left = RELEASED_AT_ONCE
+        while self._ending and num_left > 0:
+            pins = self._ending[0]
+            if not pins:
+                self._ending.popleft()
+                continue
+            pin = next(reversed(pins))
+            num_released = self._release(pin, num_left)
+            if num_released < num_left:  # the pin has no more leases
+                del pins[pin]
+            num_left -= max(num_released, RELEASED_AT_ONCE // 32)
+        self._leftovers.free_some()
+
+    def _release(self, pin: Pin, limit: int) -> int:
+        """Release up to *limit* leases of a pin, and return how many were released."""
+        num_left = limit
+        for leases in reversed(pin.leases):
+            num_left -= leases.release(num_left) if num_left else 0
+        return limit - num_left
 
     def _let_go_of_lost(self, pin: Pin) -> None:
         """Release the pin's leases on blocks that the lower tiers have lost, so that these are looked up again."""

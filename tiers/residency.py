@@ -5,6 +5,7 @@ table.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.device.cleared_blocks import ClearedBlocks
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.group_slots import GroupSlots, SlotOwners
 from kvtier.tiers.device.partial_matches import PartialMatches
@@ -101,10 +103,12 @@ class GroupTiers:
         own: npt.NDArray[np.bool_] = self.owners.of(slots) == np.uint64(number_of(tenant))
         return own
 
-    def clear(self) -> Sequence[BlockName]:
-        """Evict all device blocks without callbacks, and return their names. No slot may be leased."""
-        self.tails.clear()
-        return self.slots.clear()
+    def clear(self) -> ClearedBlocks:
+        """Evict all device blocks in one short step, without callbacks. The caller frees what is left of them."""
+        cleared = self.slots.clear()
+        cleared.leftovers.add(self.tails)
+        self.tails = set()
+        return cleared
 
 
 class Located(NamedTuple):
@@ -154,6 +158,8 @@ class Residency:
         self._events = events
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
+        self._cleared: deque[tuple[GroupTiers, ClearedBlocks, float]] = deque()  # with the time of their eviction
+        self._num_to_remember = 0  # how many blocks of these may still be remembered
         self._epoch = lower.status.epoch
         self._marking: Iterator[None] = iter(())  # each step marks some device blocks without lower copies as dirty
 
@@ -285,13 +291,35 @@ class Residency:
         next(self._marking, None)
 
     def clear(self) -> None:
-        """Evict all device blocks, after the lower tiers have evicted theirs. No slot may be leased."""
+        """Evict all device blocks in one short step, after the lower tiers have evicted theirs.
+
+        Later calls of `remember_cleared` remember the blocks as lost, and free what is left of them.
+        """
         self.process_lost()
-        for group in self.groups:
-            self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())
+        now = self._clock()
+        self._cleared.extend((group, group.clear(), now) for group in self.groups)
+        self._num_to_remember = NUM_GHOSTS
         self._marking = iter(())
         if self._events is not None:
             self._events.append(AllBlocksCleared())
+
+    def remember_cleared(self) -> None:
+        """Remember some of the blocks that `clear` has evicted as lost, and free what is left of them.
+
+        Waits until `process_lost` has remembered those of the lower tiers: a block that was on the device, too, counts
+        as lost there.
+        """
+        if not self._cleared or self.lower.status.clearing.is_losing:
+            return
+        group, cleared, at = self._cleared[0]
+        names = cleared.pop()
+        if names is None:
+            self._cleared.popleft()
+        elif self._num_to_remember > 0 and names:
+            self._num_to_remember -= len(names)
+            if not group.pool.has_none(names):  # some were computed again
+                names = [name for name in names if group.pool.find(name) is None]
+            self.ghosts.remember(names, Tier.DEVICE, EvictionCause.CLEARED, at)
 
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before a block that continues it.

@@ -36,6 +36,7 @@ from kvtier.store.record import digest
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import PAGE_KEYS, DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.lower_tiers import Deletion
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
@@ -319,6 +320,18 @@ def events(bed: Bed, num_on_disk: int) -> None:
     assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "the events lack names"
 
 
+def resetting(bed: Bed, num_on_disk: int) -> None:
+    """Time a reset of everything, while pins and a full device exist, and the polls that free and delete the rest."""
+    TimedPins(bed.cache, time.monotonic).pin("ann", on_disk(bed), NUM_TOKENS, until=1e18)
+    bed.poll("poll: pins")
+    assert bed.calls.time("reset", bed.cache.reset), "the reset was refused"
+    for _ in range(num_on_disk // PAGE_KEYS):
+        bed.calls.time("poll: after a reset", bed.cache.poll)
+        bed.poll("poll: after a reset")
+    assert bed.cache.deletion is Deletion.DONE, "records are left on disk"
+    assert bed.cache.lookups.lookup(bed.chain(number=0), NUM_TOKENS).num_tokens == 0
+
+
 def scheduling(bed: Bed, rounds: int) -> None:
     """Time what the scheduler asks of other parts than the cache."""
     calls, config = bed.calls, SchedulerConfig()
@@ -368,6 +381,8 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
             bed.cache.poll()
             bed.poll("poll: copies to host and disk")
         bed.cache.pins.unpin(pin)
+        for _ in range(NUM_BLOCKS // CHUNK_BLOCKS):  # which release the blocks
+            bed.calls.time("poll: after an unpin", bed.cache.poll)
         bed.cache.release(tables)
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
@@ -429,7 +444,7 @@ def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace)
     tenants(bed, num_rounds, effort.of(1_000_000, quick=10_000))
     collections.collect()
     events(bed, num_on_disk)
-    calls.time("reset", bed.cache.reset)
+    resetting(bed, num_on_disk)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Mirror:
             else:
                 self._tell(BlockRemoved(Tier.HOST, group_id, self._unknown(group_id, page, Tier.HOST)))
         elif (forgotten := self._disk.pop_forgotten()) is not None:
-            group_id, names = forgotten
+            group_id, names = forgotten.group_id, forgotten.names
             self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
 
     def pop_lost(self) -> Sequence[Lost]:

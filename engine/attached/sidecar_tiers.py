@@ -43,8 +43,10 @@ from kvtier.engine.attached.wire import (
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import (
+    NOT_CLEARING,
     NOTHING_TO_ASK,
     NOWHERE,
+    Clearing,
     Inquiry,
     Lost,
     LowerHints,
@@ -116,6 +118,10 @@ class AttachedStatus:
     @property
     def is_making_room(self) -> bool:
         return self._link.is_attached and self.state.is_making_room
+
+    @property
+    def clearing(self) -> Clearing:
+        return NOT_CLEARING  # the sidecar deletes the records
 
     def on_attached(self) -> None:
         """Forget what the previous sidecar reported on its tiers, because a new one is attached."""

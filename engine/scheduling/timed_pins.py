@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.device.cleared_blocks import Leftovers
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 
@@ -28,6 +29,7 @@ class TimedPins:
         self._num_bytes: Counter[Hashable] = Counter()  # by owner
         self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number orders pins with equal ends
         self._numbers = count()
+        self._leftovers = Leftovers()
 
     def now(self) -> float:
         """Return the current time on the clock of the pins."""
@@ -89,10 +91,12 @@ class TimedPins:
             if not self._num_bytes[owner]:
                 del self._num_bytes[owner]
 
-    def unpin_all(self) -> None:
-        """End every pin."""
-        for pin in list(self._owners):
-            self.unpin(pin)
+    def forget_all(self) -> None:
+        """Forget every pin, because `Pins.end_all` has ended them. Later ticks free their memory."""
+        for former in (self._owners, self._ends, self._by_end):
+            self._leftovers.add(former)
+        self._owners, self._ends, self._by_end = {}, {}, []
+        self._num_bytes.clear()
 
     def num_bytes(self, owner: Hashable) -> int:
         """Return the bytes of host memory that the owner's pins take once all their blocks are loaded."""
@@ -105,6 +109,7 @@ class TimedPins:
 
     def tick(self) -> None:
         """End up to `MAX_ENDED` of the pins whose time is over."""
+        self._leftovers.free_some()
         now, num_ended = self._clock(), 0
         while self._by_end and now >= self._by_end[0][0] and num_ended < MAX_ENDED:
             end, _, pin = heappop(self._by_end)

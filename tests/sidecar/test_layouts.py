@@ -171,6 +171,8 @@ def test_what_is_cleared_is_remembered_with_its_tier_also_where_both_had_it(with
     assert {frozenset(each) for each in places} >= {frozenset({1}), frozenset({-1})}, "not both tiers"
 
     tiers.clear()
+    for _ in range(100):
+        tiers.poll()
 
     for names in held:
         found = tiers.ghosts.find_all(names)

@@ -13,6 +13,7 @@ from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import (
     NOTHING_TO_ASK,
     NOWHERE,
+    Clearing,
     Fetch,
     Inquiry,
     Lost,
@@ -102,6 +103,10 @@ class UnreliableStatus:
     @property
     def is_making_room(self) -> bool:
         return self._tiers.is_alive and self._tiers.inner.status.is_making_room
+
+    @property
+    def clearing(self) -> Clearing:
+        return self._tiers.inner.status.clearing
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._tiers.inner.status.read_speed(tier)
@@ -356,7 +361,7 @@ class UnreliableTiers:
     def _begin_again(self) -> None:
         index = self.inner.index
         if not self._inbox and all(slots.pool.num_leases == 0 for slots in index.host):
-            index.clear()
+            index.clear_host(is_event=False)
             self._outbox.clear()
             self.is_alive = True
             self.num_deaths += 1  # what was known of the one before is void

@@ -15,7 +15,7 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import copies
 from kvtier.tiers.lower.breaker import HUNG_S
-from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Deletion
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
@@ -346,7 +346,7 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     w.flush()
     lost = w.cache.residency.groups[0].pool.cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
-    w.index.disk.index.clear()
+    w.index.disk.index.empty()
     w.cache.residency.groups[0].slots.on_copies_lost(lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
@@ -368,7 +368,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs_and_a_hit_on_the_device_
     w.cache.release(table)
     w.index.host[0].on_copies_lost(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
-    w.index.disk.index.clear()
+    w.index.disk.index.empty()
     w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
     below = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     on_device = w.cache.lookup(w.chain("c", DOCUMENT), DOCUMENT + 17)
@@ -539,12 +539,29 @@ class UnforgettingStore(MemoryStore):
         raise OSError("the disk does not answer")
 
 
-def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
+def test_a_reset_whose_records_the_store_does_not_delete_says_so_and_nothing_is_found_all_the_same() -> None:
     w = world(store=UnforgettingStore(100 * CHARGE))
     read(w, "a")
     w.flush()
+
+    assert w.cache.reset()
+    assert w.cache.deletion is Deletion.IN_PROGRESS
+    w.settle()
+
+    assert w.cache.deletion is Deletion.FAILING
+    assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_tokens == 0
+    w.check()
+
+
+def test_a_reset_is_refused_and_changes_nothing_while_the_disk_is_known_to_fail() -> None:
+    w = world(store=BrokenStore(100 * CHARGE))
+    read(w, "a")
     pin = w.cache.pins.pin(w.chain("a", DOCUMENT), DOCUMENT)
     assert pin is not None
+    while not w.index.disk.is_failing:
+        w.clock.now += 1
+        w.cache.spill()
+        w.settle()
     assert pin.is_whole
 
     assert not w.cache.reset()
@@ -552,6 +569,25 @@ def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
     assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_tokens == DOCUMENT
     assert pin.is_whole
     w.check()
+
+
+def test_nothing_of_a_reset_is_on_disk_once_its_deletion_is_done() -> None:
+    w = world()
+    for document in "abc":
+        read(w, document)
+    w.flush()
+    assert w.store.statistics().num_records
+
+    assert w.cache.reset()
+    read(w, "d")  # the cache serves requests meanwhile
+    w.flush()
+    while w.cache.deletion is not Deletion.DONE:
+        w.settle()
+
+    after = world(store=w.store)
+    after.settle()
+    found = {document: after.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).num_tokens for document in "abcd"}
+    assert found == {"a": 0, "b": 0, "c": 0, "d": DOCUMENT}
 
 
 def two_writes_under_way(w: World) -> list[Transfer]:

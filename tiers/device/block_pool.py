@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.device.cleared_blocks import ClearedBlocks
 from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, Runs
 from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, view_of
 from kvtier.tiers.naming.block_hash import BlockName
@@ -22,6 +23,8 @@ DICT_ROOM = 1 << 14
 MAX_SHARE = 0.95 / 3  # of that room: the names of a share vary by a few percent
 MAX_DICTS = 256  # so that the index of a dict is a byte
 PREFIX_BYTES = 2  # the first bytes of a name, which determine the dict
+LISTED_AT_ONCE = 256  # minimum number of blank slots listed at once, see `BlockPool._list_blank`
+SCANNED_AT_ONCE = 1 << 14  # slots scanned for these at once
 
 SlotsByName = dict[BlockName, int]
 FEW = 16  # minimum blocks per run (consecutive blocks of a prompt, see `Runs`) for which lookups by runs are faster
@@ -36,8 +39,7 @@ class SlotIndex:
 
     def __init__(self, num_slots: int) -> None:
         num_dicts = _num_dicts(num_slots)
-        self._dicts: list[SlotsByName] = [{} for _ in range(num_dicts)]
-        self._one = self._dicts[0] if num_dicts == 1 else None
+        self._begin(num_dicts)
         num_prefixes = 1 << 8 * PREFIX_BYTES if num_dicts > 1 else 0
         # [prefix of a name, as a little-endian number] index of the dict
         self._dict_ids = (np.arange(num_prefixes) * num_dicts >> 8 * PREFIX_BYTES).astype(np.uint8)
@@ -50,6 +52,12 @@ class SlotIndex:
         """Yield all names and their slots."""
         for some in self._dicts:
             yield from some.items()
+
+    def clear(self) -> list[SlotsByName]:
+        """Remove all names at once. Return the dicts that held them, which the caller frees."""
+        dicts = self._dicts
+        self._begin(len(dicts))
+        return dicts
 
     @property
     def max_in_one(self) -> int:
@@ -100,6 +108,10 @@ class SlotIndex:
         for index, name in zip(self._dicts_of(names), names, strict=True):
             del index[name]
 
+    def _begin(self, num_dicts: int) -> None:
+        self._dicts: list[SlotsByName] = [{} for _ in range(num_dicts)]
+        self._one = self._dicts[0] if num_dicts == 1 else None
+
     def _dict_of(self, name: BlockName) -> SlotsByName:
         return self._dicts[self._ids_as_bytes[int.from_bytes(name[:PREFIX_BYTES], "little")]]
 
@@ -145,7 +157,14 @@ class BlockPool:
         self.num_slots = num_slots
         self.num_changes = 0  # version of the index; lookup results are valid while it stays the same
         self.num_reserved = 0  # free slots reserved for promotions, see `reserve`; `num_free` excludes them
-        self._blank = list(range(num_slots - 1, -1, -1))
+        # The blank slots are in `_blank`, the next one to be reused last. Only after these come the *unlisted* blank
+        # slots in ascending order, then those in `_evicted`, the next one last. So a pool of any size is created and
+        # cleared at once, because no slot has to be listed then.
+        self._blank: list[int] = []
+        self._is_unlisted = np.ones(num_slots, np.bool_)  # [slot]
+        self._num_unlisted = num_slots  # number of unlisted slots and slots in `_evicted`
+        self._next_unlisted = 0  # no slot before this one is unlisted
+        self._evicted: list[int] = []  # blank slots whose blocks were evicted while slots were unlisted
         self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
         self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots; only the pool modifies it
@@ -170,12 +189,12 @@ class BlockPool:
 
         Negative if fewer slots are available than reserved, because some are being copied to a lower tier.
         """
-        return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
+        return self.num_blank + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
     def num_blank(self) -> int:
         """Number of slots that `allocate` could return without evictions."""
-        return len(self._blank)
+        return len(self._blank) + self._num_unlisted
 
     @property
     def num_named(self) -> int:
@@ -254,6 +273,9 @@ class BlockPool:
             leases[slot] = 1
             return [slot]
         cut = len(blank) - num_slots
+        if cut < 0 and self._num_unlisted:
+            self._list_blank(num_slots)
+            cut = len(blank) - num_slots
         if cut < 0:
             if num_slots > self.num_free:
                 return None
@@ -271,14 +293,21 @@ class BlockPool:
     def lease_blank(self, slots: Ids) -> None:
         """Lease the given slots, which must be blank: not leased, and without a cached block.
 
-        Takes time proportional to the number of blank slots.
+        Takes time proportional to the number of blank slots that were in use before.
         """
         wanted = np.zeros(self.num_slots, np.bool_)
         wanted[slots] = True
-        blank = np.array(self._blank, np.intp)
-        is_wanted = wanted[blank]
-        assert int(np.count_nonzero(is_wanted)) == len(slots), "a slot is not blank"
-        self._blank[:] = blank[~is_wanted].tolist()
+        unlisted = slots[self._is_unlisted[slots]]
+        self._is_unlisted[unlisted] = False
+        num_found = len(unlisted)
+        self._num_unlisted -= num_found
+        for some in (self._blank, self._evicted):
+            blank = np.array(some, np.intp)
+            is_wanted = wanted[blank]
+            some[:] = blank[~is_wanted].tolist()
+            num_found += len(blank) - len(some)
+            self._num_unlisted -= (len(blank) - len(some)) * (some is self._evicted)
+        assert num_found == len(slots), "a slot is not blank"
         self._all_leases[slots] = 1
 
     def lease(self, slots: Slots) -> None:
@@ -415,8 +444,26 @@ class BlockPool:
         self._slots.remove_all(names)
         self.num_changes += 1
         freed = named[self._all_leases[named] == 0]
-        self._blank[:0] = freed[::-1].tolist()
+        if self._num_unlisted:
+            self._evicted[:0] = freed[::-1].tolist()
+            self._num_unlisted += len(freed)
+        else:
+            self._blank[:0] = freed[::-1].tolist()
         return names
+
+    def clear(self) -> ClearedBlocks:
+        """Evict the blocks in all slots, leased or not, in one short step. Return what is left of them, to be freed.
+
+        Free slots become blank. Leased slots, including lent ones, become blank when their last lease ends.
+        """
+        runs, alone = self._runs.clear()
+        cleared = ClearedBlocks(self._slots.clear(), runs)
+        cleared.leftovers.add(alone)
+        self._is_unlisted |= self.order.clear() & (self._all_leases == 0)
+        self._num_unlisted = int(np.count_nonzero(self._is_unlisted)) + len(self._evicted)
+        self._next_unlisted = 0
+        self.num_changes += 1
+        return cleared
 
     def evict_and_lease(self, num_slots: int, victims: Ids) -> tuple[Ids, list[BlockName]]:
         """Evict the blocks in the slots *victims*, and lease these slots and all free slots without a block.
@@ -429,6 +476,8 @@ class BlockPool:
         self._slots.remove_all(names)
         self.num_changes += 1
         slots = victims
+        if self._num_unlisted:
+            self._list_blank(self.num_blank)
         if self._blank:
             slots = np.concatenate([np.array(self._blank[::-1], np.intp), victims])
             self._blank.clear()
@@ -438,7 +487,7 @@ class BlockPool:
 
     def blank_slots(self) -> list[int]:
         """Return all free slots without a cached block, in the order in which they are reused."""
-        return self._blank[::-1]
+        return self._blank[::-1] + np.flatnonzero(self._is_unlisted).tolist() + self._evicted[::-1]
 
     def cached_slots(self) -> list[int]:
         """Return all cached slots that are not lent, oldest first."""
@@ -448,8 +497,9 @@ class BlockPool:
         """Raise AssertionError if the pool is inconsistent."""
         assert (self._all_leases >= 0).all(), "a slot was released more often than leased"
         assert self.num_reserved >= 0, "a reservation was ended twice"
-        blank = set(self._blank)
-        assert len(blank) == len(self._blank), "a slot is blank twice"
+        blank = set(self.blank_slots())
+        assert len(blank) == self.num_blank, "a slot is blank twice"
+        assert not self._is_unlisted[: self._next_unlisted].any(), "an unlisted slot would never be used"
         ordered = set(np.flatnonzero(self.order.holds(np.arange(self.num_slots))).tolist())
         assert not blank & ordered, "a slot is blank and cached"
         self.order.check()
@@ -466,6 +516,23 @@ class BlockPool:
         assert {slot for _, slot in self._slots.items()} == named, "names and slots are inconsistent"
         self._runs.check()
         assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to the wrong slot"
+
+    def _list_blank(self, num_slots: int) -> None:
+        """Move blank slots to `_blank` until *num_slots* are there, or all."""
+        blank = self._blank
+        while len(blank) < num_slots and self._next_unlisted < self.num_slots:
+            start, limit = self._next_unlisted, max(num_slots - len(blank), LISTED_AT_ONCE)
+            slots = start + np.flatnonzero(self._is_unlisted[start : start + SCANNED_AT_ONCE])[:limit]
+            self._next_unlisted = min(start + SCANNED_AT_ONCE, self.num_slots)
+            if len(slots) == limit:
+                self._next_unlisted = int(slots[-1]) + 1
+            self._is_unlisted[slots] = False
+            self._num_unlisted -= len(slots)
+            blank[:0] = slots[::-1].tolist()
+        if self._next_unlisted == self.num_slots:
+            blank[:0] = self._evicted
+            self._evicted.clear()
+            self._num_unlisted = 0
 
     def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
         assert self._leases[slot], "a slot that is not leased cannot be named"

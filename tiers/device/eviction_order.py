@@ -251,6 +251,16 @@ class Runs:
             self._shrink(run_id, num_slots)
         return names
 
+    def clear(self) -> tuple[dict[int, Run], dict[int, BlockName]]:
+        """Remove all blocks at once.
+
+        Returns the former runs by id, and the former names of the slots that were in no run. The caller frees them.
+        """
+        runs, alone = self._runs, self._alone
+        self._runs, self._alone = {}, {}
+        self._all_spots.fill(NO_SPOT)
+        return runs, alone
+
     def name(self, slot: int) -> BlockName | None:
         """Return the name of the block in the slot; None if it has no name."""
         spot = self.spots[slot]
@@ -474,6 +484,19 @@ class EvictionOrder:
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return for each slot whether it is in the order."""
         return self._all_places[ids] >= self._head
+
+    def clear(self) -> npt.NDArray[np.bool_]:
+        """Remove all slots at once, including lent ones. Return for each slot of the pool whether it was in the order.
+
+        A slot that was lent must not be given to `put_back` afterwards.
+        """
+        was_here: npt.NDArray[np.bool_] = self._all_places >= self._head
+        self.num_departures += self.num_slots
+        self.num_slots = self.num_lent = 0
+        self._is_lent.fill(False)
+        self._head = self._end  # invalidates all entries
+        self._front, self._front_end, self._given = Front(self._end, NOTHING, []), self._end, NOTHING
+        return was_here
 
     def place(self, slot: int) -> int | None:
         """Return the slot's place in the order; the lowest place is evicted first. None if the slot is not in it."""

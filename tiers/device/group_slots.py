@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.cleared_blocks import ClearedBlocks
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.histogram import Histogram, HistogramStatistics
 from kvtier.tiers.naming.block_hash import BlockName
@@ -24,7 +25,7 @@ EVERY_S = 0.25  # time between two markers of `EvictionAges`; doubled whenever t
 MAX_MARKERS = 4096
 NO_AGES = Histogram(AGES_S).statistics()
 MAX_ENTRIES = 4  # queue entries of `DirtyMarks` per slot; when the queue is longer, its oldest pieces are compacted
-CLEAN = 0  # the mark of a slot that is not dirty
+CLEAN = 0  # the mark of a slot that is not dirty; marks up to `DirtyMarks._clean` mean the same
 NO_SPOT = -1  # not a spot: the number that identifies the named block in a slot, see `BlockPool.spots`
 
 OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
@@ -99,6 +100,11 @@ class EvictionAges:
             self._markers = deque(list(self._markers)[::2])
             self._every_s *= 2
 
+    def clear(self, num_evicted: int) -> None:
+        """Drop all samples, because all blocks were evicted at once. *num_evicted* includes these evictions."""
+        self._markers.clear()
+        self._num_counted = num_evicted
+
     def statistics(self) -> HistogramStatistics:
         """Return the histogram of ages in seconds."""
         return self._ages.statistics()
@@ -126,11 +132,13 @@ class DirtyMarks:
 
     The slots are in a queue that consists of numbered pieces (arrays). A dirty slot is *marked* with the number of the
     piece that contains it. Removing a slot only clears its mark, without a search in the queue. Queue entries whose
-    slot has another mark by now are skipped.
+    slot has another mark by now are skipped. The numbers of pieces grow, so that `clear` removes all slots by declaring
+    all numbers up to now to be marks of clean slots.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._marks = np.full(num_slots, CLEAN, np.int64)
+        self._clean = CLEAN  # marks up to this number are those of clean slots
         self._num_marked = 0
         self._pieces: deque[tuple[int, Ids]] = deque()
         self._num_entries = 0  # slots in all pieces, marked or not
@@ -141,21 +149,22 @@ class DirtyMarks:
         return self._num_marked
 
     def __contains__(self, slot: int) -> bool:
-        return bool(self._marks[slot] != CLEAN)
+        return bool(self._marks[slot] > self._clean)
 
     def among(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Return for each slot whether it is dirty."""
-        marked: npt.NDArray[np.bool_] = self._marks[slots] != CLEAN
+        marked: npt.NDArray[np.bool_] = self._marks[slots] > self._clean
         return marked
 
     def any_among(self, slots: Ids) -> bool:
         """Return whether any of the slots is dirty (its block has yet to be copied to a lower tier)."""
-        return self._num_marked > 0 and bool(np.count_nonzero(self._marks[slots]))
+        return self._num_marked > 0 and bool(self.among(slots).any())
 
     def add(self, slots: Ids) -> None:
         """Mark the slots that are not marked yet. The caller must not change the array *slots* afterwards."""
-        num_before = int(np.count_nonzero(self._marks[slots]))
-        self._queue(slots[self._marks[slots] == CLEAN] if num_before else slots)
+        is_marked = self.among(slots)
+        num_before = int(np.count_nonzero(is_marked))
+        self._queue(slots[~is_marked] if num_before else slots)
         self._num_marked += len(slots) - num_before
         to_look_through = 2 * len(slots)  # more than were added, so that the queue shrinks
         while self._num_entries > self._max_entries and to_look_through > 0:
@@ -167,7 +176,7 @@ class DirtyMarks:
     def remove(self, slots: Ids) -> None:
         """Remove these slots from the set of dirty slots. Slots that are not in it are ignored."""
         if self._num_marked:
-            self._num_marked -= int(np.count_nonzero(self._marks[slots]))
+            self._num_marked -= int(np.count_nonzero(self.among(slots)))
             self._marks[slots] = CLEAN
 
     def oldest(self, limit: int) -> Ids:
@@ -185,15 +194,16 @@ class DirtyMarks:
                 break
         return np.concatenate([NOTHING, *found])[:limit]
 
-    def clear(self) -> None:
-        """Mark all slots as clean."""
-        self._marks.fill(CLEAN)
+    def clear(self) -> deque[tuple[int, Ids]]:
+        """Mark all slots as clean. Return the former queue, which the caller frees."""
+        pieces, self._pieces = self._pieces, deque()
+        self._clean = self._number
         self._num_marked = self._num_entries = 0
-        self._pieces.clear()
+        return pieces
 
     def check(self) -> None:
         """Raise AssertionError if the queue of dirty slots disagrees with the mark of each slot."""
-        assert self._num_marked == int(np.count_nonzero(self._marks)), "marks were miscounted"
+        assert self._num_marked == int(np.count_nonzero(self._marks > self._clean)), "marks were miscounted"
         assert self._num_entries == sum(len(piece) for _, piece in self._pieces), "the queue's entries were miscounted"
         assert self._num_entries <= self._max_entries + 2 * len(self._marks), "the queue has grown too long"
         queued = [slot for number, piece in self._pieces for slot in piece[self._marks[piece] == number].tolist()]
@@ -315,14 +325,19 @@ class GroupSlots:
         were_dirty = self._clean(ids)
         self._tell(ids, self.pool.evict(ids), were_dirty, cause)
 
-    def clear(self) -> Sequence[BlockName]:
-        """Evict all blocks without callbacks and return their names. No slot may be leased."""
-        names = self.pool.evict(self.pool.cached_slots())
-        self.num_evicted += len(names)
-        self._evicted[EvictionCause.CLEARED] += len(names)
-        self.dirty.clear()
+    def clear(self) -> ClearedBlocks:
+        """Evict the blocks in all slots, leased or not, in one short step and without callbacks.
+
+        Returns what is left of the blocks. The caller frees it in parts.
+        """
+        num_named = self.pool.num_named
+        cleared = self.pool.clear()
+        cleared.leftovers.add(self.dirty.clear())
+        self.num_evicted += num_named
+        self._evicted[EvictionCause.CLEARED] += num_named
+        self.ages.clear(self.num_evicted)
         self._pushed_out = None
-        return names
+        return cleared
 
     def check(self) -> None:
         """Raise AssertionError if the pool is inconsistent or a slot without a block is dirty."""

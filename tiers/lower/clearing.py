@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -22,6 +23,9 @@ class RecordDeletion:
         self._transfers = transfers
         self._clock = clock
         self.is_done = True  # whether all records that were on disk at the last call of `begin` have been deleted
+        self._has_failed = False  # whether the last read or deletion has failed, so that this object pauses
+        self._submitted_at = 0.0  # when the transfer in flight was submitted
+        self._round = 0  # number of calls of `begin`
         self._is_under_way = False
         self._was_opened_anew = False
         self._not_before = float("-inf")
@@ -29,6 +33,8 @@ class RecordDeletion:
     def begin(self) -> None:
         """Start a new deletion. Call this when the index has just been emptied."""
         self.is_done = not self._disk.is_there
+        self._has_failed = False
+        self._round += 1
         self._disk.rewind_index()
 
     def go_on(self) -> None:
@@ -41,19 +47,39 @@ class RecordDeletion:
             self._disk.index.empty()
         if not self._disk.is_open:
             return
-        self._is_under_way = self._transfers.submit(Route.DISK_TO_HOST, self._disk.read_index, 0, self._on_page)
+        number, self._submitted_at = self._round, self._clock()
+        self._is_under_way = self._transfers.submit(
+            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._on_page(transfer, number)
+        )
 
-    def _on_page(self, transfer: Transfer) -> None:
+    @property
+    def is_failing(self) -> bool:
+        """True if the last read or deletion has failed, or if the one in flight hangs."""
+        hangs = self._is_under_way and self._clock() - self._submitted_at > HUNG_S
+        return self._has_failed or hangs
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of transfers in flight."""
+        return int(self._is_under_way)
+
+    def _on_page(self, transfer: Transfer, number: int) -> None:
+        """Delete the records of a page that was read in the round with this *number*."""
         self._is_under_way = False
         if transfer.error is not None:
             self._rest()
             return
+        if number != self._round:  # `begin` was called meanwhile: start again from the first page
+            self._disk.rewind_index()
+            return
+        self._has_failed = False
         keys: Sequence[bytes] = transfer.result
         if not keys:
             self.is_done = True
             if self._was_opened_anew:  # reload the index, and then write the blocks that the reopened store lacks
                 self._was_opened_anew, self._disk.indexed_opening = False, 0
             return
+        self._submitted_at = self._clock()
         unknown = [key for key in keys if self._is_unknown(key)]
         self._is_under_way = bool(unknown) and self._transfers.submit(
             Route.HOST_TO_DISK, lambda: self._disk.delete(unknown), 0, self._on_deleted
@@ -72,5 +98,6 @@ class RecordDeletion:
 
     def _rest(self) -> None:
         """Pause after an error, and then start again from the first page."""
+        self._has_failed = True
         self._disk.rewind_index()
         self._not_before = self._clock() + REST_S

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,27 @@ FEW_LOOKUPS = 12
 FEW_NEW = 48  # the same for names to be added (measured)
 BUCKETS_AT_ONCE = 64  # buckets whose names one call of `pop_forgotten` returns: about 220 names
 TOLD_AT_ONCE = 256  # buckets whose names make up one page of `pages`: about 900 names
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Names of one attention group that the index had before it was emptied."""
+
+    group_id: int
+    names: list[BlockName]
+    are_lost: bool  # whether the blocks were evicted on purpose; otherwise the index was only to be loaded again
+    is_event: bool  # whether their removal must be reported by events
+
+
+@dataclass(slots=True)
+class _Past:
+    """The names of a group that `DiskIndex` had before it was emptied, and whose memory is still to be freed."""
+
+    group_id: int
+    names: NameSet
+    pages: Iterator[list[BlockName]]
+    are_lost: bool = False
+    is_event: bool = False
 
 
 class DiskIndex:
@@ -29,8 +51,8 @@ class DiskIndex:
         self._names: defaultdict[int, NameSet] = defaultdict(NameSet)
         # While loading: names that were removed but may still be in a page that was read earlier.
         self._gone: defaultdict[int, NameSet] = defaultdict(NameSet)
-        # Names from earlier openings of the store, which are still to be reported as gone.
-        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = deque()
+        # Names from before the index was last emptied, which are still to be returned by `pop_forgotten`.
+        self._past: deque[_Past] = deque()
 
     @property
     def num_blocks(self) -> int:
@@ -81,7 +103,7 @@ class DiskIndex:
     def finish_loading(self) -> None:
         """Mark the index as completely loaded. From now on, a block that is not in the index is not on disk."""
         self.is_loaded = True
-        self._let_go(self._gone)
+        self._drop_gone()
 
     def add(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Add the names of blocks that have been written."""
@@ -107,10 +129,7 @@ class DiskIndex:
 
         From now on, `pop_forgotten` returns the names that the index had.
         """
-        for group_id, names in self._names.items():
-            self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
-        self._names.clear()
-        self._let_go(self._gone)
+        self._empty(are_lost=False, is_event=True)
         self.is_loaded = False
 
     def pages(self, group_id: int) -> Iterator[list[BlockName]]:
@@ -127,9 +146,12 @@ class DiskIndex:
                 return
             yield page
 
-    def empty(self) -> None:
-        """Empty the index, which then counts as loaded. `pop_forgotten` returns the names that it had."""
-        self.begin_again()
+    def empty(self, *, is_event: bool = True) -> None:
+        """Empty the index, which then counts as loaded, because its blocks were evicted.
+
+        `pop_forgotten` returns the names that it had. *is_event* says whether events must report each of them.
+        """
+        self._empty(are_lost=True, is_event=is_event)
         self.is_loaded = True
 
     @property
@@ -137,28 +159,27 @@ class DiskIndex:
         """True if `pop_forgotten` still has names to return or memory to free."""
         return bool(self._past)
 
-    def clear(self) -> None:
-        """Drop all names and mark the index as completely loaded. `pop_forgotten` will not return these names."""
-        self._let_go(self._names)
-        self._let_go(self._gone)
-        self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
-        self.is_loaded = True
+    def pop_forgotten(self) -> Forgotten | None:
+        """Return some names that `begin_again()` or `empty()` has dropped; None if none are left.
 
-    def pop_forgotten(self) -> tuple[int, list[BlockName]] | None:
-        """Return a group and some of its names that `begin_again()` or `empty()` has dropped; None if none are left.
-
-        Once all names of a group have been returned, further calls return an empty list and free the names' memory in
-        parts. Freeing 600 MB at once would take 30 ms.
+        Once all names of a group have been returned, further calls return no names and free the names' memory in parts.
+        Freeing 600 MB at once would take 30 ms.
         """
         if not self._past:
             return None
-        group_id, names, pages = self._past[0]
-        page = next(pages, None)
-        if page is None and not names.give_back():
+        past = self._past[0]
+        page = next(past.pages, None)
+        if page is None and not past.names.give_back():
             self._past.popleft()
-        return group_id, page or []
+        return Forgotten(past.group_id, page or [], past.are_lost, past.is_event)
 
-    def _let_go(self, names: dict[int, NameSet]) -> None:
+    def _empty(self, *, are_lost: bool, is_event: bool) -> None:
+        for group_id, names in self._names.items():
+            self._past.append(_Past(group_id, names, names.pages(BUCKETS_AT_ONCE), are_lost, is_event))
+        self._names.clear()
+        self._drop_gone()
+
+    def _drop_gone(self) -> None:
         # No pages, so that `pop_forgotten` frees the memory without returning the names.
-        self._past.extend((group_id, some, iter(())) for group_id, some in names.items())
-        names.clear()
+        self._past.extend(_Past(group_id, some, iter(())) for group_id, some in self._gone.items())
+        self._gone.clear()

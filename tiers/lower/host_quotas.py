@@ -64,6 +64,10 @@ class HostBlocks:
         self._known[known] = False
         return known
 
+    def clear(self) -> None:
+        """Forget the blocks in all slots. The digests of leased blocks stay readable until their slots are reused."""
+        self._known.fill(False)
+
     def slots(self) -> Ids:
         """Return all slots that hold a block."""
         return np.flatnonzero(self._known)
@@ -111,6 +115,11 @@ class HostQuotas:
     def remove(self, group_id: int, owners: OwnerNumbers) -> None:
         """Stop counting blocks of the group that left host memory. *owners* has each block's tenant as a number."""
         self._count(owners, -self._block_bytes[group_id])
+
+    def clear(self) -> None:
+        """Stop counting all blocks, because host memory was cleared."""
+        self._num_bytes = dict.fromkeys(self._num_bytes, 0)
+        self._over.clear()
 
     def enforce(self, group_id: int, tenant: bytes) -> None:
         """Evict the tenant's oldest blocks of this group from host memory if the tenant exceeds its quota.

@@ -49,6 +49,11 @@ class IndexLoad:
         self._index.report_forgotten()
         self._read_page()
 
+    def stop(self) -> None:
+        """Ignore a page that is being read, because its blocks were evicted when the index was emptied."""
+        self._forsaken = iter(())
+        self._withdraw()
+
     def _read_page(self) -> None:
         """Start to read the next page of the index, unless the index is loaded or a page is being read."""
         if not self._disk.is_open or self._disk.index.is_loaded:

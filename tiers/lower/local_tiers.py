@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from types import MappingProxyType
 
 import numpy as np
@@ -23,6 +23,8 @@ from kvtier.tiers.lower.local_purge import LocalPurge, limit_per_group
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import (
     NOTHING_TO_ASK,
+    Clearing,
+    Deletion,
     Inquiry,
     LowerHints,
     LowerStatistics,
@@ -49,6 +51,7 @@ from kvtier.transfer.lane import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 READS = {Tier.DISK: Route.DISK_TO_HOST, Tier.REMOTE: Route.REMOTE_TO_HOST}
+RELEASED_AT_ONCE = 256  # blocks of ended fetches released per call: 0.1 ms of the tiers' thread
 MIN_CLEAN_AHEAD = 32  # minimum of the host blocks kept clean (on disk), counted from the next to be evicted
 
 
@@ -180,6 +183,7 @@ class Fetches:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
+        self._ending: list[set[LocalFetch]] = []  # fetches that have ended, and whose blocks are still leased
         self.reading: set[LocalFetch] = set()  # fetches that wait for reads with priority NOW
         # Blocks that were read or failed, to be reported by `deliver`: the fetch, the block's index in it, the failure.
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
@@ -218,13 +222,25 @@ class Fetches:
                 fetch.on_fetched(fetch, place, failure)
 
     def end_all(self) -> None:
-        """Release all blocks of all fetches."""
-        for fetch in self:
+        """End all fetches. Later calls of `end_some` release their blocks, which takes time."""
+        self._ending.append(self._fetches)
+        self._fetches, self.reading = set(), set()
+
+    def end_some(self) -> None:
+        """Release the blocks of some fetches that `end_all` has ended."""
+        num_released = 0
+        while self._ending and num_released < RELEASED_AT_ONCE:
+            if not self._ending[-1]:
+                self._ending.pop()
+                continue
+            fetch = self._ending[-1].pop()
             fetch.release(range(len(fetch.slots)))
+            num_released += max(len(fetch.slots), RELEASED_AT_ONCE // 32)
 
     def num_leased(self, group_id: int) -> int:
         """Return how many host slots of the group are leased by fetches."""
-        return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
+        fetches = chain(self._fetches, *self._ending)
+        return sum(fetch.num_leased for fetch in fetches if fetch.group_id == group_id)
 
     def check(self) -> None:
         """Raise AssertionError if a fetch is still in the set after its last lease and its last read have ended."""
@@ -256,6 +272,7 @@ class LocalStatus:
         remote: RemoteLink | None,
         cold_reads: ColdReads,
         fetches: Fetches,
+        deletion: RecordDeletion,
         reserved: Sequence[int],
     ) -> None:
         """Create the status of these parts of `LocalTiers`.
@@ -270,6 +287,7 @@ class LocalStatus:
         self._remote = remote
         self._cold_reads = cold_reads
         self._fetches = fetches
+        self._deletion = deletion
         self._reserved = reserved
 
     @property
@@ -295,6 +313,14 @@ class LocalStatus:
     @property
     def is_making_room(self) -> bool:
         return self._disk_spill.is_making_progress
+
+    @property
+    def clearing(self) -> Clearing:
+        records = self._deletion
+        deletion = Deletion.FAILING if records.is_failing else Deletion.IN_PROGRESS
+        return Clearing(
+            Deletion.DONE if records.is_done else deletion, records.num_in_flight, is_losing=self._index.is_losing
+        )
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         return self._transfers.speed(READS[tier])
@@ -493,14 +519,15 @@ class LocalTiers:
             self._remote,
             self._cold_reads,
             self._fetches,
+            self._clearing,
             self._reserved,
         )
         self._index_load.go_on()
 
     @property
     def is_forgetting(self) -> bool:
-        """True if later polls still have to report blocks that were removed from the disk."""
-        return self.index.disk.index.is_forgetting
+        """True if later polls still have to report blocks that were removed by `forget_all` or from the disk."""
+        return self.index.is_reporting
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host[group_id], self._windows[group_id]
@@ -575,31 +602,22 @@ class LocalTiers:
             return False
         if self._remote is not None and self._remote.is_writing:
             return False
-        if self.index.disk.is_there and not self.index.disk.clear():
+        if self.index.disk.is_there and self.index.disk.is_failing:
             return False
         self._fetches.end_all()
-        self.index.report_disk_lost()
-        self.index.disk.index.clear()
-        self.index.clear()
-        if self._remote is not None:
-            self._remote.clear()
+        self._cold_reads.clear()
+        self._clear(is_event=False)
         return True
 
     def forget_all(self) -> None:
         """Evict every block, including leased ones and those being written to disk.
 
-        Later polls delete the records on disk, and report the blocks removed from there (see `is_forgetting`). Unlike
-        `clear`, this method neither waits nor ends fetches. So blocks that are being read still arrive in host memory.
+        Later polls delete the records on disk, and report the removed blocks (see `is_forgetting`). Unlike `clear`,
+        this method does not end fetches. So blocks that are being read still arrive in host memory.
         """
-        self.index.report_disk_lost()
-        self.index.disk.index.empty()
-        for host in self.index.host:
-            host.evict(np.arange(host.pool.num_slots), EvictionCause.CLEARED)
+        self._clear(is_event=True)
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
-        self._clearing.begin()
-        if self._remote is not None:
-            self._remote.clear()
 
     def purge(self, order: PurgeOrder) -> LocalPurge:
         disk, host = None, []
@@ -641,6 +659,8 @@ class LocalTiers:
         if self.index.quotas.has_any:
             self.index.quotas.go_on()
         self._fetches.deliver()
+        self._fetches.end_some()
+        self.index.report_cleared()
         now = self._clock()
         for host in self.index.host:
             host.ages.look(host.num_evicted, now)
@@ -652,6 +672,15 @@ class LocalTiers:
         may be late because the queue is long, although no read hangs.
         """
         self._cold_reads.time_out_late(timeout_s)
+
+    def _clear(self, *, is_event: bool) -> None:
+        """Evict all blocks from the index, and start to delete their records; see `LowerIndex.clear_host`."""
+        self._index_load.stop()
+        self.index.clear_host(is_event=is_event)
+        self.index.clear_disk(is_event=is_event)
+        self._clearing.begin()
+        if self._remote is not None:
+            self._remote.clear()
 
     def _publish_row(
         self, group_id: int, slots: Ids, row: NamedSpan, digests: Sequence[bytes], owners: OwnerNumbers

@@ -1,6 +1,6 @@
 """The index of the tiers below the device: which block is in host memory, and which is on disk."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress, groupby
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES, Fault
+from kvtier.tiers.device.cleared_blocks import ClearedBlocks
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.ghosts import NUM_GHOSTS
 from kvtier.tiers.device.group_slots import GroupSlots
@@ -69,6 +70,9 @@ class LowerIndex:
         self._events = events
         self.spills = spills
         self._lost: list[Lost] = []
+        # Blocks of host memory that `clear_host` has evicted, with their group, and whether events report them.
+        self._cleared: deque[tuple[int, ClearedBlocks, bool]] = deque()
+        self._num_to_report = dict.fromkeys((Tier.HOST, Tier.DISK), 0)  # how many may still be reported as lost
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Return where the blocks are; see `LowerTiers.find`."""
@@ -247,13 +251,21 @@ class LowerIndex:
     def report_forgotten(self) -> None:
         """Discard the next part of the old index: the index that was in use until the store was reopened or emptied.
 
-        For each block in this part that the new index does not have, a removal event is emitted.
+        For each block in this part that the new index does not have, a removal event is emitted, unless the caller of
+        `clear_disk` did not want any.
+        Blocks that were evicted are reported as lost.
         """
-        group_id, names = self.disk.index.pop_forgotten() or (0, [])
-        if self._events is None or group_id >= len(self._block_sizes):
+        forgotten = self.disk.index.pop_forgotten()
+        if forgotten is None or not forgotten.names or forgotten.group_id >= len(self._block_sizes):
             return
-        if gone := list(compress(names, ~self.disk.index.are_held(group_id, names))):
+        group_id, names = forgotten.group_id, forgotten.names
+        is_event = forgotten.is_event and self._events is not None
+        is_loss = forgotten.are_lost and self._num_to_report[Tier.DISK] > 0
+        gone = list(compress(names, ~self.disk.index.are_held(group_id, names))) if is_event or is_loss else []
+        if gone and is_event:
             self._tell(BlockRemoved(Tier.DISK, group_id, gone, EvictionCause.CLEARED))
+        if gone and is_loss:
+            self._report_cleared(group_id, gone, Tier.DISK)
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
         """Call `offer_to_disk` for all blocks of host memory, *num_at_once* slots per step.
@@ -268,32 +280,51 @@ class LowerIndex:
                 self.offer_to_disk(group_id, [slot for slot in slots if pool.name(slot) is not None])
                 yield
 
-    def report_disk_lost(self) -> None:
-        """Report blocks that are only on disk as lost. Call this before the disk is emptied.
+    def clear_host(self, *, is_event: bool) -> None:
+        """Evict every block of host memory in one short step.
 
-        At most `NUM_GHOSTS` blocks are reported, because the cache does not remember more lost blocks than that.
-        """
-        num_left = NUM_GHOSTS
-        for group_id, host in enumerate(self.host):
-            for page in self.disk.index.pages(group_id):
-                is_only_there = host.pool.find_all(page) == ABSENT
-                gone = list(compress(page, is_only_there.tolist()))[:num_left]
-                num_left -= len(gone)
-                if gone:
-                    self._lost.append(Lost(group_id, gone, Tier.DISK, EvictionCause.CLEARED))
-                if not num_left:
-                    return
-
-    def clear(self) -> None:
-        """Evict every block of host memory. Call this after the disk was cleared.
-
-        The next `pop_lost` returns these blocks. No removal events are logged. No block may be leased.
+        The slots of leased blocks stay leased. Later calls of `report_cleared` report the blocks as lost, and log
+        removal events if *is_event*.
         """
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
-            names = host.clear()
-            self._uncount(group_id, blocks.slots())
-            if names:
-                self._lost.append(Lost(group_id, names, Tier.HOST, EvictionCause.CLEARED))
+            self._cleared.append((group_id, host.clear(), is_event))
+            blocks.clear()
+        self.quotas.clear()
+        self._num_to_report[Tier.HOST] = NUM_GHOSTS
+
+    def clear_disk(self, *, is_event: bool) -> None:
+        """Remove every block from the disk's index in one short step, as `clear_host` does for host memory."""
+        self.disk.index.empty(is_event=is_event)
+        self._num_to_report[Tier.DISK] = NUM_GHOSTS
+
+    def report_cleared(self) -> None:
+        """Report some of the blocks that `clear_host` has evicted from host memory, and free what is left of them."""
+        if not self._cleared:
+            return
+        group_id, cleared, is_event = self._cleared[0]
+        names = cleared.pop()
+        if names is None:
+            self._cleared.popleft()
+            return
+        if not self.host[group_id].pool.has_none(names):  # some were computed again
+            is_gone = self.host[group_id].pool.find_all(names) == ABSENT
+            names = list(compress(names, is_gone.tolist()))
+        if names and is_event:
+            self._tell(BlockRemoved(Tier.HOST, group_id, names, EvictionCause.CLEARED))
+        self._report_cleared(group_id, names, Tier.HOST)
+
+    @property
+    def is_reporting(self) -> bool:
+        """True if `report_cleared` and `report_forgotten` still have something to report or to free."""
+        return bool(self._cleared) or self.disk.index.is_forgetting
+
+    @property
+    def is_losing(self) -> bool:
+        """True if `report_cleared` and `report_forgotten` still have evicted blocks to report as lost."""
+        num_left = self._num_to_report
+        return (bool(self._cleared) and num_left[Tier.HOST] > 0) or (
+            self.disk.index.is_forgetting and num_left[Tier.DISK] > 0
+        )
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
@@ -324,6 +355,19 @@ class LowerIndex:
             self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
+
+    def _report_cleared(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> None:
+        """Report evicted blocks as lost, unless another tier below the device has them.
+
+        After each clear, at most `NUM_GHOSTS` blocks of each tier are reported, because the cache does not remember
+        more lost blocks than that.
+        """
+        if not names or not self._num_to_report[tier]:
+            return
+        gone = list(compress(names, (self.find(group_id, names) == NOWHERE).tolist()))[: self._num_to_report[tier]]
+        self._num_to_report[tier] -= len(gone)
+        if gone:
+            self._lost.append(Lost(group_id, gone, tier, EvictionCause.CLEARED))
 
     def _on_left_disk(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
         """Update index, ages, lost blocks and events after the store has evicted these blocks."""

@@ -172,6 +172,30 @@ class ReadPriority(Enum):
     LATER = auto()
 
 
+class Deletion(Enum):
+    """State of the deletion of records on disk, after `LowerTiers.clear`.
+
+    Lookups find none of the blocks, whatever the state. But if this process ends before all records have been deleted,
+    the next process finds the rest.
+    """
+
+    DONE = auto()  # no records are left to be deleted
+    IN_PROGRESS = auto()
+    FAILING = auto()  # the store could not delete them; polls retry about once per second
+
+
+@dataclass(frozen=True, slots=True)
+class Clearing:
+    """Progress of the work that `LowerTiers.clear` leaves to later polls."""
+
+    deletion: Deletion = Deletion.DONE
+    num_in_flight: int = 0  # transfers in flight for the deletion
+    is_losing: bool = False  # whether `pop_lost` has yet to return some of the evicted blocks
+
+
+NOT_CLEARING = Clearing()
+
+
 class LowerStatus(Protocol):
     """The current state of the tiers below the device. Reading the state changes nothing."""
 
@@ -214,6 +238,10 @@ class LowerStatus(Protocol):
     @property
     def is_making_room(self) -> bool:
         """True if copies to disk that will free host slots are in flight and not overdue."""
+
+    @property
+    def clearing(self) -> Clearing:
+        """Progress of the work that the last `LowerTiers.clear` has left to later polls."""
 
     def read_speed(self, tier: Tier) -> LaneSpeed:
         """Return how fast blocks were recently read from *tier*."""
@@ -374,13 +402,15 @@ class LowerTiers(Protocol):
         """
 
     def clear(self) -> bool:
-        """Forget every block in all tiers below, and end every fetch. This is the only call that may wait for the disk.
+        """Forget every block in all tiers below, and end every fetch.
 
-        `pop_lost` then returns these blocks. Of the blocks that were only on disk, it returns at most `NUM_GHOSTS`.
+        No lookup finds any of these blocks afterwards. Later polls release what the fetches had leased, delete the
+        records on disk (see `LowerStatus.clearing`), and let `pop_lost` return the blocks: at most `NUM_GHOSTS` of host
+        memory, and as many of those that were only on disk.
 
         Returns:
             False if host slots are reserved or being read into, if blocks are being written to disk or to the remote
-            tier, or if the disk fails. Then no block in host memory is forgotten.
+            tier, or if the disk is known to fail. Then nothing is forgotten.
         """
 
     def purge(self, order: PurgeOrder) -> Purge:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import (
+    NOT_CLEARING,
     NOWHERE,
     Lost,
     LowerHints,
@@ -54,6 +55,7 @@ class NoStatus:
     is_indexed = True
     is_readable = True
     is_making_room = False
+    clearing = NOT_CLEARING
 
     def __init__(self, num_groups: int) -> None:
         self.num_slots = [0] * num_groups

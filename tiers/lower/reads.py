@@ -7,6 +7,7 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from kvtier.store.record import Fault
+from kvtier.tiers.device.cleared_blocks import Leftovers
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt, CircuitBreaker
 from kvtier.tiers.lower.copies import CleanAhead, blocks_in_batch
@@ -184,6 +185,7 @@ class Reads:
         self._wanted_now: OrderedDict[BlockRead, None] = OrderedDict()
         self._wanted_later: OrderedDict[BlockRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in memories]  # by group
+        self._dropped = Leftovers()  # former queues
         self._reading: list[ReadBatch] = []  # in flight, and not declared hung
         self._hanging: list[ReadBatch] = []  # in flight, but declared hung, so that no fetch waits for them any more
 
@@ -224,11 +226,22 @@ class Reads:
                 del queue[block_read], self._under_way[block_read.group_id][block_read.name]
                 self._num_wanted_now[block_read.group_id] -= queue is self._wanted_now
 
+    def clear(self) -> None:
+        """Drop all queued reads in one short step, without notifying the fetches. No read may be in flight."""
+        self._dropped.add(self._wanted_now)
+        self._dropped.add(self._wanted_later)
+        for under_way in self._under_way:
+            self._dropped.add(under_way)
+        self._wanted_now, self._wanted_later = OrderedDict(), OrderedDict()
+        self._under_way = [{} for _ in self._memories]
+        self._num_wanted_now = [0 for _ in self._memories]
+
     def pump(self) -> None:
         """Submit queued reads to the tier's lane (copy queue) until the lane is full.
 
         Prefetches are submitted one batch at a time, and only while no other read is queued.
         """
+        self._dropped.free_some()
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         late = any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading)
@@ -411,6 +424,10 @@ class ColdReads:
 
     def leave(self, block_read: BlockRead, waiter: Waiter) -> None:
         self._reads[block_read.tier].leave(block_read, waiter)
+
+    def clear(self) -> None:
+        for reads in self._reads.values():
+            reads.clear()
 
     def pump(self) -> None:
         for reads in self._reads.values():

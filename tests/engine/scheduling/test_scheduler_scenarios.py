@@ -134,7 +134,7 @@ class Machine(World):
                 host.evict([host.pool.find(name) for name in request.chain.names], EvictionCause.ROOM)
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
-            self.index.disk.index.clear()
+            self.index.disk.index.empty()
         assert set(self.cache.lookups.where(request.chain)) == {to}
 
 

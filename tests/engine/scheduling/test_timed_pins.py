@@ -93,9 +93,11 @@ def test_after_all_were_ended_owners_have_nothing() -> None:
     pinned(w, pins, "ann", 10.0)
     pinned(w, pins, "bob", 10.0)
 
-    pins.unpin_all()
+    w.cache.pins.end_all()
+    pins.forget_all()
 
     assert (pins.num_bytes("ann"), pins.num_bytes("bob"), held_bytes(w)) == (0, 0, 0)
+    assert pins.num_remembered == 0
 
 
 def test_a_pin_that_is_prolonged_ends_at_its_new_time_and_never_earlier() -> None:

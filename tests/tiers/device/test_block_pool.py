@@ -786,3 +786,51 @@ def test_a_walk_over_the_order_goes_on_where_it_was_after_the_places_are_counted
 
     assert [slot for slot in walked if slot not in first] == slots[5:]
     pool.check()
+
+
+def test_a_pool_is_cleared_at_once_and_slots_in_use_become_blank_when_they_are_released() -> None:
+    pool = BlockPool(8)
+    reader, lent = admit(pool, "abc"), admit(pool, "xy")
+    free(pool, lent)
+    pool.lend(np.array(lent, np.intp))
+
+    cleared = pool.clear()
+    pool.check()
+
+    assert (pool.num_named, pool.num_blank, pool.num_free) == (0, 3, 3)
+    assert [pool.name(slot) for slot in range(8)] == [None] * 8
+    assert find(pool, "abc") == find(pool, "xy") == []
+    pool.put_back(np.array(lent, np.intp))
+    free(pool, reader)
+    assert (pool.num_blank, pool.num_free) == (8, 8)
+    assert sorted(pool.blank_slots()) == list(range(8))
+    assert sorted(pool.allocate(8) or []) == list(range(8))
+    gone = list[BlockName]()
+    while (part := cleared.pop()) is not None:
+        gone += part
+    assert sorted(gone) == sorted([*names("abc"), *names("xy")])
+
+
+def test_what_is_evicted_while_slots_were_never_used_comes_after_them() -> None:
+    pool = BlockPool(6)
+    free(pool, admit(pool, "ab"))
+
+    assert pool.evict(pool.cached_slots())
+    pool.check()
+
+    assert pool.blank_slots() == [2, 3, 4, 5, 1, 0]
+    assert pool.allocate(5) == [2, 3, 4, 5, 1]
+    pool.check()
+
+
+def test_slots_that_were_never_used_can_be_taken_out_of_turn() -> None:
+    pool = BlockPool(2000)
+    table = admit(pool, "ab")
+
+    pool.lease_blank(np.arange(1000, 1500))
+    pool.check()
+
+    assert pool.num_blank == 2000 - 500 - len(table)
+    rest = pool.allocate(pool.num_blank)
+    assert rest is not None
+    assert not {*rest} & {*range(1000, 1500), *table}

@@ -113,3 +113,21 @@ def test_what_could_not_be_deleted_is_after_a_rest(bed: Bed) -> None:
     bed.clear()
 
     assert set(bed.store.keys()) == bed.keys([])
+
+
+@pytest.mark.parametrize("num_turns", range(1, 12))
+def test_what_was_written_since_is_deleted_too_if_all_is_cleared_again_while_a_page_is_read(
+    bed: Bed, num_turns: int
+) -> None:
+    for _ in range(num_turns):
+        bed.turn()
+    bed.write([20, 21])
+    bed.clearing.go_on()
+    for lane in bed.lanes.values():  # a page is read, perhaps the last one, and its outcome waits to be processed
+        lane.work()
+    bed.disk.index.empty()
+
+    bed.clearing.begin()
+    bed.clear()
+
+    assert set(bed.store.keys()) == bed.keys([])

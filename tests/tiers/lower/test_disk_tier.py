@@ -93,8 +93,8 @@ def test_the_pages_of_an_index_that_is_emptied_end_and_what_was_in_it_is_handed_
     gone = set[BlockName]()
     assert index.is_forgetting
     while index.is_forgetting:
-        _, page = index.pop_forgotten() or (0, [])
-        gone.update(page)
+        forgotten = index.pop_forgotten()
+        gone.update(() if forgotten is None else forgotten.names)
     assert gone == set(numbered[:30])
 
 

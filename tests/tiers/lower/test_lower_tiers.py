@@ -154,7 +154,11 @@ def content(name: BlockName) -> bytes:
 
 def told_lost(bed: Bed) -> list[Lost]:
     """What is told as lost, also by tiers that are late."""
-    return [lost for _ in range(40) for lost in bed.tiers.pop_lost()]
+    told = list[Lost]()
+    for _ in range(40):
+        bed.tiers.poll()
+        told += bed.tiers.pop_lost()
+    return told
 
 
 MakeBed = Callable[[str], Bed]
