@@ -328,6 +328,24 @@ def test_one_call_writes_neighbouring_slots_past_the_page_cache(
         assert is_whole(store)
 
 
+def test_new_slots_in_the_page_cache_have_disk_space_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    write = os.pwritev
+
+    def note(file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        lengths.append(os.fstat(file).st_size)
+        return write(file, buffers, offset)
+
+    with LmdbStore(tmp_path, 256 << 20, writes=DiskWrites.BUFFERED) as store:
+        monkeypatch.setattr(os, "pwritev", note)
+        store.put_many([blob_of(n, 1 << 19) for n in range(4)])
+
+        assert lengths == [2 << 20] * 2  # written a MiB at a time
+        assert is_whole(store)
+
+
 def test_a_put_that_fails_in_one_thread_waits_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Slabs.write
     has_begun, let_go = threading.Event(), threading.Event()
