@@ -1270,8 +1270,15 @@ BUGS = [
     Bug(
         "a block that leaves the eviction end for a request is evicted with those around it",
         "tiers/device/eviction_order.py",
-        "if place < self._front_end:  # noqa",
-        "if False:  # noqa",
+        "if place < self._front_limit:",
+        "if False:",
+        "tests/tiers/device/test_block_pool.py",
+    ),
+    Bug(
+        "a block that leaves the eviction end while others there are copied is evicted once the copies end",
+        "tiers/device/eviction_order.py",
+        "        self._front_limit = min(self._front_limit, end)\n",
+        "",
         "tests/tiers/device/test_block_pool.py",
     ),
     Bug(
@@ -3619,8 +3626,8 @@ BUGS = [
     Bug(
         "a store that is asked for its index counts as one that is read from",
         "transfer/transfer_engine.py",
-        "        if not transfer.num_blocks:\n            return self\n        if transfer.error",
-        "        if transfer.error",
+        "        if not transfer.num_blocks:\n            return\n",
+        "",
         "tests/transfer/test_transfer_engine.py",
     ),
     Bug(

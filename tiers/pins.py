@@ -193,6 +193,8 @@ class Pins:
             self._doubtful = list(self._pins)
         if self._doubtful and (doubtful := self._doubtful.pop()) in self._pins:
             self._let_go_of_lost(doubtful)
+        if not self._absent:
+            return
         num_left, now = PART, self._clock()
         for pin in [pin for pin in self._absent if pin.look_at <= now]:
             if num_left <= 0:

@@ -222,9 +222,10 @@ class Residency:
         tenant, step, first = tenant_of(chain.extra.cache_salt), group.block_size // chain.block_size, 0
         for end in [*taken, len(slots)]:
             if first < end:
+                own = slots[first:end] if taken else slots
                 if group.slots.is_spilled:
-                    group.slots.dirty.add(slots[first:end])
-                group.record_origin(slots[first:end], tenant, chain, start + first)
+                    group.slots.dirty.add(own)
+                group.record_origin(own, tenant, chain, start + first)
                 if self._events is not None:
                     new = chain.names[(start + first + 1) * step - 1 : (start + end) * step : step]
                     _tell_stored(self._events, group, new, chain, start + first)

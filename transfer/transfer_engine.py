@@ -2,7 +2,7 @@
 
 import queue
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -33,24 +33,6 @@ class CopyCounts:
     num_submitted_blocks: int = 0
     num_done_blocks: int = 0
 
-    def submitted(self, num_blocks: int) -> "CopyCounts":
-        """Return the counts with one more submitted transfer, if it moves blocks."""
-        if not num_blocks:
-            return self
-        return replace(
-            self,
-            num_submitted=self.num_submitted + 1,
-            num_submitted_blocks=self.num_submitted_blocks + num_blocks,
-        )
-
-    def finished(self, transfer: Transfer) -> "CopyCounts":
-        """Return the counts with one more finished transfer, if it moves blocks."""
-        if not transfer.num_blocks:
-            return self
-        if transfer.error is not None:
-            return replace(self, num_failed=self.num_failed + 1)
-        return replace(self, num_done=self.num_done + 1, num_done_blocks=self.num_done_blocks + transfer.num_blocks)
-
 
 @dataclass(frozen=True, slots=True)
 class RouteStatistics:
@@ -65,16 +47,50 @@ class RouteStatistics:
     pending_bytes: int = 0
     copies: CopyCounts = CopyCounts()
 
-    def plus(self, transfer: Transfer) -> "RouteStatistics":
-        """Return the totals with one more finished transfer."""
+
+@dataclass(slots=True)
+class _Totals:
+    """The running totals of one route; see `RouteStatistics` and `CopyCounts`."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_failed: int = 0
+    num_submitted_copies: int = 0
+    num_done_copies: int = 0
+    num_failed_copies: int = 0
+    num_submitted_blocks: int = 0
+    num_done_blocks: int = 0
+
+    def on_submitted(self, num_blocks: int) -> None:
+        """Count a submitted transfer, if it moves blocks."""
+        if num_blocks:
+            self.num_submitted_copies += 1
+            self.num_submitted_blocks += num_blocks
+
+    def on_finished(self, transfer: Transfer) -> None:
+        """Count a finished transfer."""
         failed = transfer.error is not None
-        return replace(
-            self,
-            num_transfers=self.num_transfers + 1,
-            num_bytes=self.num_bytes + (0 if failed else transfer.num_bytes),
-            seconds=self.seconds + transfer.seconds,
-            num_failed=self.num_failed + failed,
-            copies=self.copies.finished(transfer),
+        self.num_transfers += 1
+        self.num_bytes += 0 if failed else transfer.num_bytes
+        self.seconds += transfer.seconds
+        self.num_failed += failed
+        if not transfer.num_blocks:
+            return
+        if failed:
+            self.num_failed_copies += 1
+        else:
+            self.num_done_copies += 1
+            self.num_done_blocks += transfer.num_blocks
+
+    def copies(self) -> CopyCounts:
+        """Return the totals of the transfers that move blocks."""
+        return CopyCounts(
+            self.num_submitted_copies,
+            self.num_done_copies,
+            self.num_failed_copies,
+            self.num_submitted_blocks,
+            self.num_done_blocks,
         )
 
 
@@ -87,7 +103,7 @@ class TransferEngine:
     def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
         self._lanes = dict(lanes)
         self._finished = finished
-        self._statistics = {route: RouteStatistics() for route in self._lanes}
+        self._totals = {route: _Totals() for route in self._lanes}
         self._speeds = {route: LaneSpeed() for route in Route}
         self._pending_bytes = dict.fromkeys(Route, 0)
         self.in_flight = 0  # transfers submitted but not delivered, on all routes
@@ -107,15 +123,14 @@ class TransferEngine:
         """
 
         def count_and_deliver(transfer: Transfer) -> None:
-            self._statistics[route] = self._statistics[route].plus(transfer)
+            self._totals[route].on_finished(transfer)
             self._speeds[route].update_from(transfer)
             self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 
         if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver, num_blocks=num_blocks)):
             return False
-        totals = self._statistics[route]
-        self._statistics[route] = replace(totals, copies=totals.copies.submitted(num_blocks))
+        self._totals[route].on_submitted(num_blocks)
         self._pending_bytes[route] += num_bytes
         self.in_flight += 1
         return True
@@ -170,13 +185,17 @@ class TransferEngine:
     def statistics(self) -> dict[Route, RouteStatistics]:
         """Return a copy of the statistics of each route (pair of tiers) that the engine was created for."""
         return {
-            route: replace(
-                totals,
-                bytes_per_s=self._speeds[route].bytes_per_s,
-                num_pending=self._lanes[route].num_pending,
-                pending_bytes=self._pending_bytes[route],
+            route: RouteStatistics(
+                totals.num_transfers,
+                totals.num_bytes,
+                totals.seconds,
+                totals.num_failed,
+                self._speeds[route].bytes_per_s,
+                self._lanes[route].num_pending,
+                self._pending_bytes[route],
+                totals.copies(),
             )
-            for route, totals in self._statistics.items()
+            for route, totals in self._totals.items()
         }
 
     def close(self) -> bool:

@@ -132,6 +132,11 @@ class NamedSpan(NamedTuple):
     parent: BlockName | None
 
 
+def names_in(rows: Sequence[NamedSpan]) -> list[BlockName]:
+    """Return the names of all blocks in *rows*. Do not change the list, which may be that of a row."""
+    return rows[0].names if len(rows) == 1 else [name for row in rows for name in row.names]
+
+
 class Runs:
     """A record of the named block in each slot. Consecutive blocks of a prompt form a *run*, for faster lookups.
 
@@ -415,6 +420,7 @@ class EvictionOrder:
         self._head = 0  # entries before this place are invalid
         self._front = Front(0, NOTHING, [])
         self._front_end = 0  # `_front` is valid from the head up to this place
+        self._front_limit = 0  # the same if no slot were lent
         self._given = NOTHING  # the part of `_front` that `victims` returned last
 
     def append_few(self, slots: list[int]) -> None:
@@ -446,8 +452,8 @@ class EvictionOrder:
         for slot in slots:
             place = places[slot]
             if place >= head:
-                if place < self._front_end:  # noqa: PLR1730  # min() would take as long as the rest of this loop
-                    self._front_end = place
+                if place < self._front_limit:
+                    self._shorten_front(place)
                 places[slot] = NO_PLACE
                 self.num_slots -= 1
                 self.num_departures += 1
@@ -472,7 +478,8 @@ class EvictionOrder:
     def lend(self, ids: Ids) -> None:
         """Skip these slots, which are lent to a copy, until `put_back`. They keep their places in the order."""
         assert self.holds(ids).all(), "a slot is blank: there is nothing to copy"
-        self._leave_front(ids)
+        if len(ids) and self._head < self._front_end:
+            self._front_end = min(self._front_end, int(self._all_places[ids].min()))
         self._is_lent[ids] = True
         self.num_lent += len(ids)
 
@@ -480,6 +487,8 @@ class EvictionOrder:
         """Make these slots, which `lend` has lent to a copy, available for eviction again."""
         self._is_lent[ids] = False
         self.num_lent -= len(ids)
+        if not self.num_lent:
+            self._front_end = self._front_limit
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return for each slot whether it is in the order."""
@@ -495,7 +504,8 @@ class EvictionOrder:
         self.num_slots = self.num_lent = 0
         self._is_lent.fill(False)
         self._head = self._end  # invalidates all entries
-        self._front, self._front_end, self._given = Front(self._end, NOTHING, []), self._end, NOTHING
+        self._front, self._given = Front(self._end, NOTHING, []), NOTHING
+        self._front_end = self._front_limit = self._end
         return was_here
 
     def place(self, slot: int) -> int | None:
@@ -606,11 +616,16 @@ class EvictionOrder:
         ids = ids[: int(others.argmax())] if others.any() else ids
         if len(ids):
             self._front = Front(start, ids, self._runs.spans(ids))
-            self._front_end = start + len(ids)
+            self._front_end = self._front_limit = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        if len(ids) and self._head < self._front_end:
-            self._front_end = min(self._front_end, int(self._all_places[ids].min()))
+        if len(ids) and self._head < self._front_limit:
+            self._shorten_front(int(self._all_places[ids].min()))
+
+    def _shorten_front(self, end: int) -> None:
+        """Let `_front` end before the place *end*, whether slots are lent or not."""
+        self._front_limit = min(self._front_limit, end)
+        self._front_end = min(self._front_end, end)
 
     def _tidy(self, num_entries: int) -> None:
         """Continue the compaction if there are many entries, and move the head past invalid entries.
@@ -634,7 +649,7 @@ class EvictionOrder:
         if start < sweep.read:
             entries = self._entries(start, sweep.read)
             live = entries[self._count(entries, start)]
-            self._front_end = min(self._front_end, start)
+            self._shorten_front(start)
             end, sweep.read, sweep.written = sweep.written, start, sweep.written - len(live)
             self._all_places[live] = np.arange(sweep.written, end, dtype=np.int32)
             self._rows.all[sweep.written - self._before : end - self._before] = live
@@ -654,4 +669,4 @@ class EvictionOrder:
             self._head -= self._before
             self._end -= self._before
             self._num_recounted += self._before
-            self._before = self._front_end = 0
+            self._before = self._front_end = self._front_limit = 0

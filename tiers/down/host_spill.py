@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.store.record import digest_for_threads
-from kvtier.tiers.device.eviction_order import NamedSpan
+from kvtier.tiers.device.eviction_order import NamedSpan, names_in
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.copies import HUNG_COPY_S, CleanAhead, Copies, CopyBatch, blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import are_kept
@@ -225,8 +225,7 @@ class HostSpill:
     def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[NamedSpan]]:
         """Return the slots whose blocks are neither in host memory nor on disk, with names. Mark the others clean."""
         rows = group.pool.rows(slots)
-        names = [name for row in rows for name in row.names]
-        have = are_kept(self._lower.find(group.id, names))
+        have = are_kept(self._lower.find(group.id, names_in(rows)))
         if not have.any():
             return slots, rows
         group.slots.dirty.remove(slots[have])

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.eviction_order import NamedSpan
+from kvtier.tiers.device.eviction_order import NamedSpan, names_in
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
@@ -43,7 +43,7 @@ class CopyBatch:
     names: Sequence[BlockName] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.names = [name for row in self.rows for name in row.names]
+        self.names = names_in(self.rows)
 
 
 AnyBatch = TypeVar("AnyBatch", bound=CopyBatch)

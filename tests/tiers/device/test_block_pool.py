@@ -447,6 +447,28 @@ def test_put_back_restores_the_order_of_eviction() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("how", ["evicted", "refreshed", "leased"])
+@pytest.mark.parametrize("num_more", [1, 200])
+def test_a_slot_that_left_the_eviction_end_while_others_there_were_lent_does_not_come_back(
+    how: str, num_more: int
+) -> None:
+    pool = BlockPool(2 * num_more + 40)
+    table = admit(pool, "".join(map(chr, range(256, 256 + pool.num_slots))))
+    free(pool, table)
+    slots = table[::-1]
+    oldest = pool.order.victims(pool.num_slots // 2).tolist()  # the end is known from here on
+    pool.lend(oldest[:5])
+    gone = oldest[10 : 10 + num_more]
+
+    take_apart(pool, gone, how)
+    pool.put_back(oldest[:5])
+
+    expected = [slot for slot in slots if slot not in gone] + (gone if how == "refreshed" else [])
+    assert pool.order.victims(pool.num_slots).tolist() == expected
+    assert pool.order.victims(12).tolist() == expected[:12]
+    pool.check()
+
+
 def test_put_back_goes_before_what_was_freed_meanwhile() -> None:
     pool = BlockPool(6)
     free(pool, admit(pool, "abc"))
