@@ -251,8 +251,8 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
             else (
                 chunked(512, 0, 1.6, 2200),
                 chunked(2048, 0, 2.8, 1800),
-                chunked(512, 2 * NUM_SLOTS, 1.5, 16_000),
-                chunked(2048, 2 * NUM_SLOTS, 1.5, 14_000),
+                chunked(512, 2 * NUM_SLOTS, 3.5, 16_000),
+                chunked(2048, 2 * NUM_SLOTS, 3.5, 14_000),
             )
         ),
         small(1, 1.54),
