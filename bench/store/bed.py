@@ -100,7 +100,7 @@ class Bed:
             batches = [self.new.batch() for _ in range(num_batches)]
             if digests_ready:
                 return in_turn([partial(store.put_many, batch.blobs()) for batch in batches])
-            works = [partial(batch.put, store) for batch in batches]
+            works = [partial(batch.put, store, at_once) for batch in batches]
             return in_turn(works) if at_once == 1 else lambda: list(self._writers.map(lambda work: work(), works))
 
         return Side("kvtier", prepare)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.rounds import KIB, MIB
 from kvtier.store.blob_store import Blob, BlobStore
-from kvtier.store.record import digest
+from kvtier.store.record import digest, digest_for_threads
 
 BLOCK_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 BATCH_BYTES = 8 * MIB  # that a spill gives to a store in one call
@@ -87,15 +87,16 @@ class Batch:
     keys: list[bytes]
     raws: list[memoryview]
 
-    def blobs(self) -> list[Blob]:
-        """The blobs to put; computes their digests."""
+    def blobs(self, num_threads: int = 1) -> list[Blob]:
+        """The blobs to put; computes their digests, as one of *num_threads* threads that do so at a time."""
+        digest = digest_for_threads(num_threads)
         parents = [*self.keys[1:], b""]
         named = zip(self.keys, self.raws, parents, strict=True)
         return [Blob(key, digest(raw), raw, parent) for key, raw, parent in named]
 
-    def put(self, store: BlobStore) -> None:
-        """Compute the digests, and put the blocks into *store*."""
-        store.put_many(self.blobs())
+    def put(self, store: BlobStore, num_threads: int = 1) -> None:
+        """Compute the digests, and put the blocks into *store*, as one of *num_threads* threads."""
+        store.put_many(self.blobs(num_threads))
 
 
 class NewBlocks:

@@ -145,7 +145,7 @@ class Stores:
     def store(self) -> Took:
         """Compute the digests of new blocks, and store them."""
         batches = [self._new.batch() for _ in range(ROUND_BYTES // BATCH_BYTES)]
-        took = timed(lambda: list(self._pool.map(lambda batch: batch.put(self._store), batches)), self._pid())
+        took = timed(lambda: list(self._pool.map(lambda batch: batch.put(self._store, WRITERS), batches)), self._pid())
         self._held.append([(blob.key, blob.digest) for batch in batches for blob in batch.blobs()[::-1]])
         return took
 
