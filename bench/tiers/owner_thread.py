@@ -39,7 +39,7 @@ from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import Deletion
 from kvtier.tiers.lower.name_set import NAMESPACE_BYTES
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
-from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.events import BlockRemoved, EventLog
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause
@@ -170,6 +170,7 @@ class Bed:
             events=self.events,
         )
         self._numbers = count()
+        self.num_told = 0  # names of blocks whose removal was told of
 
     def chain(self, number: int | None = None, num_blocks: int = NUM_BLOCKS, salt: str | None = None) -> BlockChain:
         """The names of prompt *number*; by default of a new prompt."""
@@ -181,7 +182,13 @@ class Bed:
     def poll(self, name: str) -> None:
         """Run the lanes and poll the cache until nothing is under way; polls are timed as *name*."""
         while sum(lane.run() for lane in self.lanes.values()) or self.cache.num_in_flight:
-            self.calls.time(name, self.cache.poll)
+            self.poll_once(name)
+
+    def poll_once(self, name: str) -> None:
+        """Poll the cache, timed as *name*, and take the events, as an engine does in each step."""
+        self.calls.time(name, self.cache.poll)
+        events = self.calls.time("EventLog.take", self.events.take)
+        self.num_told += sum(len(event.names) for event in events if isinstance(event, BlockRemoved))
 
     def compute(self, chain: BlockChain, names: Sequence[str], spill: str | None) -> Tables:
         """Allocate and commit a prompt in chunks, as the scheduler does; *names* are those of the two calls."""
@@ -311,13 +318,13 @@ def events(bed: Bed, num_on_disk: int) -> None:
     """Time what follows when the store was opened anew: an event tells routers each name that is gone."""
     bed.events.take()
     bed.calls.time("the disk changes", bed.disk.follow_opening)
+    bed.num_told = 0
     while not bed.cache.lower.status.is_indexed:
-        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+        bed.poll_once("poll: the disk has changed")
         bed.poll("poll: the disk has changed")
-    for _ in range(num_on_disk // PAGE_KEYS):
-        bed.calls.time("poll: the disk has changed", bed.cache.poll)
-    told = bed.calls.time("EventLog.take", bed.events.take)
-    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "the events lack names"
+    while bed.lower.is_forgetting:
+        bed.poll_once("poll: the disk has changed")
+    assert bed.num_told >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "the events lack names"
 
 
 def resetting(bed: Bed, num_on_disk: int) -> None:
@@ -326,7 +333,7 @@ def resetting(bed: Bed, num_on_disk: int) -> None:
     bed.poll("poll: pins")
     assert bed.calls.time("reset", bed.cache.reset), "the reset was refused"
     for _ in range(num_on_disk // PAGE_KEYS):
-        bed.calls.time("poll: after a reset", bed.cache.poll)
+        bed.poll_once("poll: after a reset")
         bed.poll("poll: after a reset")
     assert bed.cache.deletion is Deletion.DONE, "records are left on disk"
     assert bed.cache.lookups.lookup(bed.chain(number=0), NUM_TOKENS).num_tokens == 0

@@ -83,6 +83,24 @@ def test_the_last_engine_to_end_leaves_the_collector_as_it_was() -> None:
         assert gc.get_threshold()[:2] == (10, 2)
 
 
+def test_a_collection_of_young_objects_looks_at_few() -> None:
+    looked_at = list[int]()
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 1:
+            looked_at.append(sum(len(gc.get_objects(generation)) for generation in (0, 1)))
+
+    gc.set_threshold(2000, 10, 10)
+    with Garbage():
+        gc.callbacks.append(on_collection)
+        kept = make(30_000)
+        gc.callbacks.remove(on_collection)
+    gc.set_threshold(10, 2, 2)
+
+    assert len(kept) == 30_000
+    assert 0 < max(looked_at) < 3000
+
+
 def test_a_collector_that_is_switched_off_stays_so() -> None:
     gc.disable()
     try:

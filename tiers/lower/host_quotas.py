@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.ma  # `np.unique` would import it in its first call, which would then take 10 ms
 import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES

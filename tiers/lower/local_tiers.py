@@ -150,15 +150,20 @@ class LocalFetch:
 
     def owners(self, places: Ids) -> OwnerNumbers:
         """Return the tenants, as numbers, of the leased blocks with the indices *places*."""
+        owners = self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
         if self._were_read:
-            return np.array([number_of(self.tenant(place)) for place in places.tolist()], np.uint64)
-        return self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
+            for number, place in enumerate(places.tolist()):
+                if (was_read := self._were_read.get(place)) is not None:
+                    owners[number] = number_of(was_read.origin.tenant)
+        return owners
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         ids = np.asarray(places, np.int64)
         slots = self.slots[ids]
         there = slots[slots != ABSENT]
-        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.has_any else ()
+        tenants: list[bytes] = []
+        if self._index.quotas.has_any:
+            tenants = [tenant_with(number) for number in np.unique(self.owners(ids[slots != ABSENT])).tolist()]
         if len(there) < len(slots) and self._reads:
             for place in ids[slots == ABSENT].tolist():
                 if (block_read := self._reads.pop(place, None)) is not None:

@@ -9,6 +9,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
+from kvtier.tiers.naming.named_blocks import number_of
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -140,3 +141,15 @@ def test_while_a_load_wants_room_nothing_is_written_unless_host_slots_are_lackin
     assert bed.lanes[Route.HOST_TO_DISK].waiting
     bed.settle()
     bed.tiers.status.check()
+
+
+def test_the_tenants_of_leased_blocks_are_those_of_their_blocks_wherever_these_came_from(bed: LocalBed) -> None:
+    bed.push_to_disk("a", 3)
+    bed.put("b", 3)
+    on_disk, in_host = bed.fetch("a", 3), bed.fetch("b", 3)
+    bed.settle()
+
+    for fetch in (on_disk, in_host):
+        places = np.arange(3)
+        assert fetch.owners(places).tolist() == [number_of(fetch.tenant(place)) for place in range(3)]
+        fetch.release(places)
