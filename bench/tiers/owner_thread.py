@@ -397,6 +397,7 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
         bed.calls.time("quotas.enforce", partial(index.quotas.enforce, 0, bed.tenant))
         while index.quotas.excess(bed.tenant):
             bed.calls.time("quotas.go_on", index.quotas.go_on)
+            bed.poll_once("poll: over a quota")
 
 
 class Collections:
