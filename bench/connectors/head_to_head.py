@@ -3,7 +3,7 @@
 vLLM's own cache holds one and a half of the documents, so an engine without a connector computes each anew, and is
 asked for each only once. All have host memory alone, except Lifeboat Cache, which cannot be without a disk.
 
-It says on stderr how far it is. A measurement takes some four minutes, and with the busy loops six more.
+It prints its progress to stderr. A measurement takes some five minutes, and with the busy loops some ten.
 """
 
 import os
