@@ -856,3 +856,25 @@ def test_slots_that_were_never_used_can_be_taken_out_of_turn() -> None:
     rest = pool.allocate(pool.num_blank)
     assert rest is not None
     assert not {*rest} & {*range(1000, 1500), *table}
+
+
+def test_a_prompt_in_short_runs_is_looked_up_by_name_and_one_in_long_runs_by_its_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_followed = list[int]()
+    following = eviction_order.Runs.following
+    monkeypatch.setattr(
+        eviction_order.Runs, "following", lambda *a: [found := following(*a), num_followed.append(len(found))][0]
+    )
+    prompt = [BlockName(number.to_bytes(32, "big")) for number in range(1024)]
+    for length, num_runs in ((24, 1), (64, 15)):  # the last names are too few for a run
+        pool, num_followed[:] = BlockPool(1024), []
+        for start in range(0, len(prompt), length):
+            part = prompt[start : start + length]
+            slots = pool.allocate(len(part))
+            assert slots is not None
+            pool.commit(slots, part)
+
+        assert pool.find_all(prompt).tolist() == [pool.find(name) for name in prompt]
+
+        assert len(num_followed) == num_runs
