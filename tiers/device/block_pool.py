@@ -28,8 +28,8 @@ SCANNED_AT_ONCE = 1 << 14  # slots scanned for these at once
 
 SlotsByName = dict[BlockName, int]
 FEW = 16  # minimum number of blocks for which checking first whether any of them is in the pool is faster
-# Minimum mean length of runs (consecutive blocks of a prompt, see `Runs`) for which lookups by runs are faster. A lookup
-# in a run takes 6 us, and a lookup in a dict takes 80 ns per name.
+# Minimum mean length of runs (consecutive blocks of a prompt, see `Runs`) for which lookups by runs are faster. A run
+# takes 6 us, and a lookup in a dict takes 80 ns per name.
 MIN_RUN = 48
 
 
@@ -462,7 +462,16 @@ class BlockPool:
         runs, alone = self._runs.clear()
         cleared = ClearedBlocks(self._slots.clear(), runs)
         cleared.leftovers.add(alone)
-        self._is_unlisted |= self.order.clear() & (self._all_leases == 0)
+        listed = len(self._blank) + len(self._evicted)
+        is_any_leased = self.num_blank + self.order.num_slots - self.order.num_lent < self.num_slots
+        if not is_any_leased and listed <= SCANNED_AT_ONCE:  # does not read two numbers of each slot
+            self._is_unlisted.fill(True)
+            self._is_unlisted[self._blank + self._evicted] = False
+        else:
+            for start in range(0, self.num_slots, SCANNED_AT_ONCE):  # in parts: large temporary arrays are slow
+                end = start + SCANNED_AT_ONCE
+                self._is_unlisted[start:end] |= self.order.holds_range(start, end) & (self._all_leases[start:end] == 0)
+        self.order.clear()
         self._num_unlisted = int(np.count_nonzero(self._is_unlisted)) + len(self._evicted)
         self._next_unlisted = 0
         self.num_changes += 1

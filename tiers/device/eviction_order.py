@@ -494,19 +494,20 @@ class EvictionOrder:
         """Return for each slot whether it is in the order."""
         return self._all_places[ids] >= self._head
 
-    def clear(self) -> npt.NDArray[np.bool_]:
-        """Remove all slots at once, including lent ones. Return for each slot of the pool whether it was in the order.
+    def holds_range(self, start: int, end: int) -> npt.NDArray[np.bool_]:
+        """Return for each slot from *start* to *end* - 1 whether it is in the order."""
+        held: npt.NDArray[np.bool_] = self._all_places[start:end] >= self._head
+        return held
 
-        A slot that was lent must not be given to `put_back` afterwards.
-        """
-        was_here: npt.NDArray[np.bool_] = self._all_places >= self._head
+    def clear(self) -> None:
+        """Remove all slots at once, including lent ones, which must not be given to `put_back` afterwards."""
+        if self.num_lent:
+            self._is_lent.fill(False)
         self.num_departures += self.num_slots
         self.num_slots = self.num_lent = 0
-        self._is_lent.fill(False)
         self._head = self._end  # invalidates all entries
         self._front, self._given = Front(self._end, NOTHING, []), NOTHING
         self._front_end = self._front_limit = self._end
-        return was_here
 
     def place(self, slot: int) -> int | None:
         """Return the slot's place in the order; the lowest place is evicted first. None if the slot is not in it."""

@@ -335,8 +335,7 @@ class GroupSlots:
         cleared.leftovers.add(self.dirty.clear())
         self.num_evicted += num_named
         self._evicted[EvictionCause.CLEARED] += num_named
-        self.ages.clear(self.num_evicted)
-        self._pushed_out = None
+        self.ages.clear(self.num_evicted)  # `_pushed_out` stays, because no later block gets one of its spots
         return cleared
 
     def check(self) -> None:

@@ -833,6 +833,22 @@ def test_a_pool_is_cleared_at_once_and_slots_in_use_become_blank_when_they_are_r
     assert sorted(gone) == sorted([*names("abc"), *names("xy")])
 
 
+def test_a_pool_in_which_nothing_is_leased_is_cleared_whatever_of_it_is_blank() -> None:
+    for num_evicted in range(4):
+        pool = BlockPool(6)
+        free(pool, admit(pool, "abc"))
+        pool.evict(pool.cached_slots()[:num_evicted])
+
+        pool.clear()
+        pool.check()
+        free(pool, admit(pool, "abcde"))
+        pool.clear()
+        pool.check()
+
+        assert sorted(pool.blank_slots()) == list(range(6))
+        assert sorted(pool.allocate(6) or []) == list(range(6))
+
+
 def test_what_is_evicted_while_slots_were_never_used_comes_after_them() -> None:
     pool = BlockPool(6)
     free(pool, admit(pool, "ab"))
