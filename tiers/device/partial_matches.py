@@ -46,6 +46,8 @@ class PartialMatches:
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
+        for each in (self._first, self._keys, self._token_ids, self._num_tokens):
+            each.fill(0)  # makes the kernel provide the memory now: later, a huge page takes 5 ms of a commit
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
         """Record that *slots* hold the named blocks of *chain* from *start* on. Do not change *slots* afterwards."""
