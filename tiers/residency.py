@@ -169,12 +169,22 @@ class Residency:
         return sum(group.pool.num_changes for group in self.groups) + self.lower.status.num_changes
 
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
-        """Return the locations of the group's blocks with these names."""
+        """Return the locations of the group's blocks with these names.
+
+        A few blocks of a long prompt whose first block is not on the device may be on the device too, although they are
+        returned as being in a lower tier only; see `BlockPool.has_no_run_of`.
+        """
         nowhere = np.full(len(names), NOWHERE, np.int32)
         # Look up the first block alone, so that a prompt that was never seen costs only one lookup.
         is_first_here = not names or group.pool.find(names[0]) is not None
         if not is_first_here and (self.is_cut_off or not len(self.lower.find_run(group.id, names[:1]))):
             return Located(nowhere, nowhere, 0)
+        if not is_first_here and group.pool.has_no_run_of(names):
+            found = self.lower.find_run(group.id, names)
+            if len(found) == len(names) or group.pool.find(names[len(found)]) is None:
+                below = nowhere.copy()
+                below[: len(found)] = found
+                return Located(np.full(len(names), ABSENT, np.int32), below, len(found))
         slots = group.pool.find_all(names)
         absent = np.flatnonzero(slots == ABSENT)
         if not len(absent):

@@ -16,6 +16,8 @@ from chaos import World
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.lower.lower_tiers import ON_DISK
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
@@ -1812,3 +1814,87 @@ def test_any_prompts_get_the_longest_hit_the_best_copy_the_right_bytes_and_true_
     assert crowd.desk.cache.free_slots() == [pool.num_slots for pool in crowd.desk.pools]
     assert crowd.num_hits > 5, "the crowd hardly ever hit: it shows nothing"
     assert (crowd.num_copied > 5) == (kind not in ("whole blocks only", "sizes", "states"))
+
+
+# --- long prompts of which the device has a few blocks
+
+
+LONG_PROMPT = text(2, 1100 * BLOCK_SIZE + 1)
+
+
+@pytest.fixture
+def with_few() -> Desk:
+    """A long prompt in host memory and on disk, and its blocks 40 to 43 on the device too."""
+    desk = Desk(num_slots=1200, num_host_slots=1200, store=MemoryStore(1 << 24), partial_blocks=False)
+    desk.leave(desk.enter(LONG_PROMPT))
+    desk.flush()
+    evict(desk.cache.residency.groups[0].slots, desk, {40, 41, 42, 43})
+    return desk
+
+
+def evict(slots: GroupSlots, desk: Desk, but: set[int] = frozenset()) -> None:
+    names = desk.chain_of(LONG_PROMPT).names
+    found = slots.pool.find_all([name for place, name in enumerate(names) if place not in but])
+    slots.evict(found[found >= 0], EvictionCause.ROOM)
+
+
+def test_a_few_blocks_on_the_device_are_promoted_again_with_their_long_prompt(with_few: Desk) -> None:
+    desk = with_few
+
+    hit = desk.lookup(LONG_PROMPT)
+    reader = desk.enter(LONG_PROMPT)
+
+    assert hit.num_tokens == len(LONG_PROMPT) - 1
+    assert (hit.device_slots[0] == NO_SLOT).all()
+    assert reader.promotion.num_tokens == len(LONG_PROMPT) - 1
+    desk.leave(reader)
+    desk.cache.check()
+
+
+def test_a_few_blocks_that_only_the_device_has_are_hit_in_a_long_prompt(with_few: Desk) -> None:
+    desk = with_few
+    host = desk.lower.index.host[0]
+    names = desk.chain_of(LONG_PROMPT).names
+    host.evict(host.pool.find_all(names[41:42]), EvictionCause.ROOM)
+    desk.lower.index.disk.index.remove(0, names[41])
+
+    hit = desk.lookup(LONG_PROMPT)
+
+    assert hit.num_tokens == len(LONG_PROMPT) - 1
+    assert np.flatnonzero(hit.device_slots[0] != NO_SLOT).tolist() == [40, 41, 42, 43]
+
+
+def test_a_long_prompt_ends_where_no_tier_has_a_block(with_few: Desk) -> None:
+    desk = with_few
+    host = desk.lower.index.host[0]
+    names = desk.chain_of(LONG_PROMPT).names
+    host.evict(host.pool.find_all(names[50:51]), EvictionCause.ROOM)
+    desk.lower.index.disk.index.remove(0, names[50])
+
+    assert desk.lookup(LONG_PROMPT).num_tokens == 50 * BLOCK_SIZE
+
+
+def test_a_long_prompt_is_read_from_disk_with_the_few_blocks_that_are_in_host_memory(with_few: Desk) -> None:
+    desk = with_few
+    evict(desk.lower.index.host[0], desk, {20, 21})
+    names = desk.chain_of(LONG_PROMPT).names
+
+    places = desk.lower.find_run(0, names)
+    reader = desk.enter(LONG_PROMPT)
+
+    assert places.tolist() == [ON_DISK] * len(names)
+    assert reader.promotion.num_tokens == len(LONG_PROMPT) - 1
+    desk.leave(reader)
+    desk.cache.check()
+
+
+def test_a_few_blocks_that_only_host_memory_has_are_found_in_a_long_prompt(with_few: Desk) -> None:
+    desk = with_few
+    evict(desk.lower.index.host[0], desk, {20, 21})
+    names = desk.chain_of(LONG_PROMPT).names
+    desk.lower.index.disk.index.remove(0, names[20])
+
+    places = desk.lower.find_run(0, names)
+
+    assert len(places) == len(names)
+    assert np.flatnonzero(places != ON_DISK).tolist() == [20, 21]

@@ -86,8 +86,17 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Return the places of the first blocks, up to one that no tier has; see `LowerTiers.find_run`."""
-        places = self.host[group_id].pool.find_all(names)
+        """Return the places of the first blocks, up to one that no tier has; see `LowerTiers.find_run`.
+
+        A few blocks of a long prompt that are in host memory too may be returned as being on disk; see
+        `BlockPool.has_no_run_of`.
+        """
+        pool = self.host[group_id].pool
+        if self.remote is None and pool.has_no_run_of(names):
+            num_held = self.disk.num_held(group_id, names)
+            if num_held == len(names) or pool.find(names[num_held]) is None:
+                return np.full(num_held, ON_DISK, np.int32)
+        places = pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
             return places
