@@ -225,12 +225,12 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> bool:
         """Evict all blocks from device, host memory and disk.
 
-        A remote tier keeps its blocks, so later prompts may still hit them. No part of the reset delays a step of the
-        engine by more than two milliseconds.
+        A remote tier keeps its blocks, so later prompts may still hit them. The engine continues to run steps, because
+        the records on disk are deleted in short parts.
 
         Returns:
-            True if the blocks were evicted. False if requests are running, if copies hang, or if the disk store is
-            known to fail; nothing is evicted then. False also if the store fails to delete the records; see
+            True if the blocks were evicted. False, with nothing evicted, if requests are running, if copies hang, or if
+            the disk store is known to fail. Also False if the store fails to delete the records; see
             `EngineCore.reset`.
         """
         deadline = time.monotonic() + RESET_WAIT_S

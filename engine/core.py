@@ -271,14 +271,14 @@ class EngineCore:
     def reset(self) -> bool:
         """Evict all blocks from device, host memory and disk or, with a sidecar, from device and sidecar.
 
-        Wait up to `RESET_WAIT_S` for in-flight copies first, and then for the deletion of the records on disk. A remote
-        tier keeps its blocks, because other machines share them, so later prompts may still hit them.
+        First wait up to `RESET_WAIT_S` for in-flight copies. After the eviction, wait until the records on disk are
+        deleted. A remote tier keeps its blocks, because other machines share them, so later prompts may still hit them.
 
         Returns:
             True if the blocks were evicted. False, with nothing evicted, if requests use blocks, if copies do not
-            finish in time, or if the disk store is known to fail. False also if the store fails to delete the records.
-            Then this engine finds none of the blocks any more, and it retries the deletion. But an engine that starts
-            before the deletion is done would find them.
+            finish in time, or if the disk store is known to fail. Also False if the store fails to delete the records.
+            Then this engine no longer finds the blocks, and it retries the deletion. But an engine that starts before
+            the deletion is done would find them.
         """
         deadline = time.monotonic() + RESET_WAIT_S
         while not self.begin_reset():
@@ -292,8 +292,9 @@ class EngineCore:
     def begin_reset(self) -> bool:
         """Evict all blocks as `reset` does, in one short step.
 
-        Steps and idle engines delete the records on disk, see `TieredCache.deletion`. Returns False, with nothing
-        evicted, if requests use blocks, if copies are in flight, or if the disk store is known to fail.
+        Later steps (or polls, while the engine is idle) delete the records on disk; see `TieredCache.deletion`. Returns
+        False, with nothing evicted, if requests use blocks, if copies are in flight, or if the disk store is known to
+        fail.
         """
         self._check_open()
         if self.scheduler.running or self.scheduler.promoting or not self.cache.reset():

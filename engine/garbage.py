@@ -10,10 +10,10 @@ from typing import Self
 log = logging.getLogger(__name__)
 
 NEVER = 1 << 30
-# Limits on the thresholds of the younger generations. A collection of generation 1 looks at up to 2,100 new objects,
-# and at the items of their lists. With Python's thresholds it looks at 7,700, which takes milliseconds.
+# Maximum thresholds of generations 0 and 1. A collection of generation 1 then looks at up to 2,100 new objects, and at
+# the items of their lists. With Python's default thresholds it looks at up to 7,700, which takes milliseconds.
 YOUNG = (700, 2)
-# Numbers of collections of generation 1 since the last full collection; 350 stand for at least 700,000 new objects.
+# Numbers of collections of generation 1 since the last full collection; 350 correspond to at least 700,000 new objects.
 ENOUGH = 350  # then an idle engine runs a full collection
 TOO_MANY = 7000  # then a busy engine runs one between two steps, because it must not keep garbage for ever
 

@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 def num_runs(slots: Sequence[Slot]) -> int:
-    """Return the number of runs of neighbouring slots in *slots*, which are sorted."""
+    """Return the number of runs of neighbouring slots in *slots*, which must be sorted."""
     return 1 + sum(a.num_bytes != b.num_bytes or a.number + 1 != b.number for a, b in pairwise(slots)) if slots else 0
 
 
@@ -208,14 +208,15 @@ class SlabFile:
         return not any(self.is_cached(number * self._num_bytes, PAGE_BYTES) for number in ends)
 
     def _lengthen(self, num_bytes: int) -> None:
-        """Make the file at least *num_bytes* long, with disk space for what is new. Raises OSError if there is none.
+        """Make the file at least *num_bytes* long, with disk space for the new part. Raises OSError if there is none.
 
-        Writing through the page cache to a file that grows takes a quarter longer, because each call allocates anew.
+        Without this, writes beyond the end of the file through the page cache take a quarter longer, because each write
+        allocates space.
         """
         end = os.fstat(self._file).st_size
         if end < num_bytes and _libc.fallocate(self._file, 0, end, num_bytes - end):
             error = ctypes.get_errno()
-            if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):  # then the write does the same
+            if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):  # then the write allocates the space
                 raise OSError(error, "no disk space for new slots")
 
     def _write_direct(self, buffers: list[memoryview], at: int) -> int:

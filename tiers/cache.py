@@ -317,7 +317,7 @@ class TieredCache:
 
     @property
     def deletion(self) -> Deletion:
-        """State of the deletion of the records on disk that the last `reset` has started."""
+        """State of the deletion of disk records that the last `reset` has started."""
         return self.lower.status.clearing.deletion
 
     def purge(self, order: PurgeOrder) -> CachePurge:
@@ -339,8 +339,8 @@ class TieredCache:
     def reset(self) -> bool:
         """Evict all blocks from all tiers and end all pins, in one short step.
 
-        No lookup finds any of these blocks afterwards. Later polls delete their records on disk. Until `deletion` is
-        `DONE`, a process that starts meanwhile would still find some of them.
+        Later lookups find none of these blocks. Later polls delete their records on disk. A process that starts before
+        `deletion` is `DONE` would still find some of these records.
 
         Returns False if any block is leased or in flight, or if the disk is known to fail. Then nothing is evicted.
         """

@@ -68,7 +68,7 @@ class Leases:
 
 @dataclass(slots=True)
 class Term:
-    """The time in which pins began that `Pins.end_all` ends together."""
+    """The state shared by all pins that were created between two calls of `Pins.end_all`, which ends them together."""
 
     has_ended: bool = False
 
@@ -116,7 +116,7 @@ class Pins:
         self._epoch = self._lower.status.epoch
         self._doubtful: list[Pin] = []  # pins whose leases may be on memory that the tiers no longer use
         self._term = Term()
-        self._ending: deque[dict[Pin, None]] = deque()  # pins that have ended, and still have leases
+        self._ending: deque[dict[Pin, None]] = deque()  # pins that have ended but still have leases
         self._leftovers = Leftovers()
 
     @property

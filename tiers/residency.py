@@ -104,7 +104,7 @@ class GroupTiers:
         return own
 
     def clear(self) -> ClearedBlocks:
-        """Evict all device blocks in one short step, without callbacks. The caller frees what is left of them."""
+        """Evict all device blocks in one short step, without callbacks. Return their data, which the caller frees."""
         cleared = self.slots.clear()
         cleared.leftovers.add(self.tails)
         self.tails = set()
@@ -158,8 +158,8 @@ class Residency:
         self._events = events
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
-        self._cleared: deque[tuple[GroupTiers, ClearedBlocks, float]] = deque()  # with the time of their eviction
-        self._num_to_remember = 0  # how many blocks of these may still be remembered
+        self._cleared: deque[tuple[GroupTiers, ClearedBlocks, float]] = deque()  # and the time of their eviction
+        self._num_to_remember = 0  # limit on how many of these blocks are still remembered as lost
         self._epoch = lower.status.epoch
         self._marking: Iterator[None] = iter(())  # each step marks some device blocks without lower copies as dirty
 
@@ -171,8 +171,8 @@ class Residency:
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
         """Return the locations of the group's blocks with these names.
 
-        A few blocks of a long prompt whose first block is not on the device may be on the device too, although they are
-        returned as being in a lower tier only; see `BlockPool.has_no_run_of`.
+        If the first block of a long prompt is not on the device, a few later blocks may be reported only in a lower
+        tier, although they are on the device too; see `BlockPool.has_no_run_of`.
         """
         nowhere = np.full(len(names), NOWHERE, np.int32)
         # Look up the first block alone, so that a prompt that was never seen costs only one lookup.
@@ -304,7 +304,7 @@ class Residency:
     def clear(self) -> None:
         """Evict all device blocks in one short step, after the lower tiers have evicted theirs.
 
-        Later calls of `remember_cleared` remember the blocks as lost, and free what is left of them.
+        Later calls of `remember_cleared` remember the blocks as lost, and free their data.
         """
         self.process_lost()
         now = self._clock()
@@ -315,10 +315,10 @@ class Residency:
             self._events.append(AllBlocksCleared())
 
     def remember_cleared(self) -> None:
-        """Remember some of the blocks that `clear` has evicted as lost, and free what is left of them.
+        """Remember as lost some of the blocks that `clear` has evicted, and free their data.
 
-        Waits until `process_lost` has remembered those of the lower tiers: a block that was on the device, too, counts
-        as lost there.
+        Does nothing until `process_lost` has remembered the lost blocks of the lower tiers. So a block that was also on
+        the device is remembered as lost from the device.
         """
         if not self._cleared or self.lower.status.clearing.is_losing:
             return

@@ -1,9 +1,9 @@
 """Measures our connector beside others in the real vLLM: a few documents, read by the engines in turns, cold and again.
 
-vLLM's own cache holds one and a half of the documents, so an engine without a connector computes each anew, and is
-asked for each only once. All have host memory alone, except Lifeboat Cache, which cannot be without a disk.
+vLLM's own cache holds one and a half of the documents. So an engine without a connector computes each document anew,
+and is asked about each only once. All connectors have only host memory, except Lifeboat Cache, which needs a disk.
 
-It prints its progress to stderr. A measurement takes some five minutes, and with the busy loops some ten.
+The progress is printed to stderr. A measurement takes about five minutes, and about ten with the busy loops.
 """
 
 import os
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": KV_BY
 ALONE, OURS, NATIVE = "vLLM alone", "connector", "vLLM's offloading"
 LMCACHE, LMCACHE_ON_OURS, LIFEBOAT = "LMCache", "LMCache's client on our sidecar", "Lifeboat Cache"
 
-QUIET_CPU_S, QUIET_FOR_S, QUIET_WITHIN_S = 0.005, 0.05, 1.0  # so little in so long: what an engine has begun is over
+QUIET_CPU_S, QUIET_FOR_S, QUIET_WITHIN_S = 0.005, 0.05, 1.0  # an engine with so little CPU time in so long is idle
 
 
 @contextmanager
@@ -75,13 +75,13 @@ ENGINES: Mapping[str, Started] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An engine, and the ids of the processes that were started for it: its own, and its server's."""
+    """An engine, and the ids of the processes that were started for it: those of the engine and of its server."""
 
     engine: Vllm
     processes: Collection[int]
 
     def answer(self, document: list[int]) -> tuple[float, float, list[int]]:
-        """Ask about the document. Return the TTFT, the CPU seconds until all is done that it leaves, and the tokens."""
+        """Ask about the document. Return the TTFT, the CPU seconds until the engine is idle again, and the tokens."""
         before = self._cpu_s()
         answer = self.engine.generate([document], 1)
         self.engine.settle()
@@ -89,7 +89,7 @@ class Asked:
         return answer["ttft_s"][0], self._cpu_s() - before, answer["tokens"][0]
 
     def _wait_quiet(self) -> None:
-        """Return once the processes have hardly anything to do any more."""
+        """Wait until the processes are idle."""
         give_up_at, before = time.monotonic() + QUIET_WITHIN_S, self._cpu_s()
         while time.monotonic() < give_up_at:
             time.sleep(QUIET_FOR_S)
@@ -114,7 +114,7 @@ class Seen:
     warm_tokens: list[list[int]] = field(default_factory=list)
 
     def num_wrong(self, right: Sequence[list[int]]) -> int:
-        """Answers other than *right*, those about the same documents; each of them is read the same number of times."""
+        """Return how many answers differ from those in *right*, which has one answer per document."""
         times = len(self.warm_tokens) // len(right)
         sets = [list(right[start : start + NUM_DOCUMENTS]) for start in range(0, len(right), NUM_DOCUMENTS)]
         again = [tokens for of_set in sets for tokens in of_set * times]
@@ -151,7 +151,7 @@ def head_to_head_rows(effort: Effort, python: str, folder: Path, is_busy: bool, 
             before = _children(os.getpid())
             engine = stack.enter_context(started(python, model, own))
             engines[name] = Asked(engine, _children(os.getpid()) - before)
-            engines[name].answer(first)  # what comes first takes longer
+            engines[name].answer(first)  # the first prompt takes longer
             clock.note(f"{name} runs")
         rows += _rows("quiet", _read(engines, prompts, sizes, clock))
         if is_busy:
@@ -217,7 +217,7 @@ def _p99(seconds: Sequence[float]) -> float:
 
 @contextmanager
 def _busy_loops() -> Iterator[None]:
-    """Processes that compute without a pause."""
+    """Run processes that compute without a pause."""
     with ExitStack() as stack:
         for _ in range(NUM_BUSY_LOOPS):
             loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -234,12 +234,12 @@ def _cpu_s_of(pid: int) -> float:
 
 
 def _children(pid: int) -> set[int]:
-    """Ids of the processes that *pid* has started."""
+    """Return the ids of the processes that *pid* has started."""
     return _started().get(pid, set())
 
 
 def _descendants(pids: Collection[int]) -> set[int]:
-    """*pids*, the ids of the processes that these have started, and so on."""
+    """Return *pids* and the ids of all their descendants."""
     found, pending, started = set(pids), list(pids), _started()
     while pending:
         new = started.get(pending.pop(), set()) - found
@@ -249,7 +249,7 @@ def _descendants(pids: Collection[int]) -> set[int]:
 
 
 def _started() -> dict[int, set[int]]:
-    """Ids of all processes, by the id of the process that has started them."""
+    """Return the ids of all processes, by the id of the process that has started them."""
     started: dict[int, set[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended

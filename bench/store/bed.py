@@ -22,7 +22,7 @@ T = TypeVar("T")
 ReadMany = Callable[[Sequence[bytes], Sequence[memoryview]], T]
 
 AT_ONCE = 4  # requests that read at a time
-WRITERS = 3  # puts at a time, as of the engine's lane to disk
+WRITERS = 3  # puts at a time, as many as the engine has writers
 
 
 class Bed:

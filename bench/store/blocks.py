@@ -88,14 +88,14 @@ class Batch:
     raws: list[memoryview]
 
     def blobs(self, num_threads: int = 1) -> list[Blob]:
-        """The blobs to put; computes their digests, as one of *num_threads* threads that do so at a time."""
+        """Return the blobs to put, with their digests. *num_threads* threads compute digests at the same time."""
         digest = digest_for_threads(num_threads)
         parents = [*self.keys[1:], b""]
         named = zip(self.keys, self.raws, parents, strict=True)
         return [Blob(key, digest(raw), raw, parent) for key, raw, parent in named]
 
     def put(self, store: BlobStore, num_threads: int = 1) -> None:
-        """Compute the digests, and put the blocks into *store*, as one of *num_threads* threads."""
+        """Compute the digests, and put the blocks into *store*. *num_threads* threads do this at the same time."""
         store.put_many(self.blobs(num_threads))
 
 

@@ -1,10 +1,10 @@
-"""What would io_uring bring the disk store, over the threads that call pwritev?
+"""Would the disk store write faster with io_uring than with threads that call pwritev?
 
-Each round overwrites the next 32 MiB of one file past the page cache, in every way in turn, in random order. "Threads"
-write as the store does, four at a time. "Ring" is one thread with an io_uring: one system call hands over all writes
-and waits for them. "Runs" have 8 MiB at most each, as slots that are neighbours; "blocks" are a write each, as slots
-that are not. "Registered" memory was pinned for the kernel before. CPU seconds are of the whole process, with those of
-the kernel's threads that work for a ring.
+Each round overwrites the next 32 MiB of one file past the page cache, once in every way, in random order. "Threads"
+write as the store does, four at a time. "Ring" is one thread with an io_uring: one system call submits all writes and
+waits for them. In "runs", a write has up to 8 MiB, as for neighbouring slots. In "blocks", each block is a write, as
+for scattered slots. "Registered" means that the memory was registered with the ring (pinned) before. CPU seconds are
+those of the whole process, including the kernel's threads that work for the ring.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ class Write:
 class Ring:
     """An io_uring for up to *num_entries* writes at a time to *file*. Raises OSError where the kernel refuses it.
 
-    *memory*, at most a GiB, is what is written from. It is registered, so that writes of one piece need not pin it.
+    The bytes to write are in *memory*, at most a GiB. It is registered, so that writes of one piece need not pin it.
     """
 
     def __init__(self, file: int, num_entries: int, memory: memoryview) -> None:
@@ -124,7 +124,7 @@ class Ring:
 
 
 class Ways:
-    """The ways to write blocks of *block_bytes* to one file, each with the same calls for the same bytes."""
+    """The ways to write blocks of *block_bytes* to one file. All ways make writes of the same sizes."""
 
     def __init__(self, folder: Path, block_bytes: int, sizes: Sizes, slots: Slots) -> None:
         self._sizes, self._slots, self._block_bytes = sizes, slots, block_bytes
@@ -138,10 +138,10 @@ class Ways:
         except OSError as error:
             note(f"no ring: {error}")
         for _ in range(0, sizes.file_bytes, ROUND_BYTES):
-            self._threads(self._writes(BATCH_BYTES))  # so that every block of the file was written once
+            self._threads(self._writes(BATCH_BYTES))  # so that every block of the file has been written once
 
     def turns(self) -> dict[str, Turn]:
-        """Return a turn of each way; none of a ring where the kernel refuses it."""
+        """Return a turn of each way, without the ways of a ring if the kernel refuses io_uring."""
         run, block, ring = BATCH_BYTES, self._block_bytes, self._ring
         turns: dict[str, Turn] = {
             f"{DIRECT_WRITERS} threads, runs": partial(self._threads_turn, run),
@@ -176,13 +176,13 @@ class Ways:
         list(self._pool.map(write_one, writes))
 
     def _writes(self, num_bytes: int) -> list[Write]:
-        """Return the writes of *num_bytes* each that overwrite the next bytes of the file, from its end on again."""
+        """Return writes of *num_bytes* each that overwrite the next bytes of the file, and after its end the first."""
         first, self._next = self._next, (self._next + ROUND_BYTES) % self._sizes.file_bytes
         blocks = range(0, num_bytes, self._block_bytes)
 
         def pieces(start: int) -> list[memoryview]:
             at = start % self._sizes.source_bytes
-            # As a prompt's blocks in host memory, these are no neighbours there: the last one comes first.
+            # As in host memory, a prompt's blocks are in reverse order: the last one comes first.
             return [self._slots.source(at + block, self._block_bytes) for block in blocks][::-1]
 
         return [Write(pieces(start), start) for start in range(first, first + ROUND_BYTES, num_bytes)]

@@ -3,10 +3,10 @@
 Each round moves 32 MiB of blocks from or to shared memory, every store in turn, in random order; figures are medians,
 and ratios are medians of the ratios within the rounds. CPU seconds are of the whole process tree: writing back what the
 page cache holds is the kernel's own work, and in no figure. kvtier's store is in a process of its own, at its capacity:
-it evicts as much as it stores. It is written to as the tiers do it, 8 MiB a call and three at a time, with the
-digests computed in the time that counts; every load is verified. "Raw" is one file, overwritten. "Files" is one file
-per block, by 8 threads through the page cache. LMCache's `fs` and `fs_native` and Lifeboat Cache are L2 adapters of
-LMCache in a process of their own; LMCache's never evict, so their files are deleted outside the time that counts.
+it evicts as much as it stores. The benchmark writes to it like the tiers: 8 MiB a call, three calls at a time. The time
+includes computing the digests, and every load is verified. "Raw" is one file, overwritten. "Files" is one file per
+block, by 8 threads through the page cache. LMCache's `fs` and `fs_native` and Lifeboat Cache are L2 adapters of LMCache
+in a process of their own; LMCache's never evict, so their files are deleted outside the time that counts.
 
 Lifeboat Cache is proprietary and no package of ours requires it: `pip install --no-deps --target FOLDER lifeboatcache`,
 and give the folder as --lifeboat. Without it, its rows promise nothing.

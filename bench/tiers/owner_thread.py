@@ -4,8 +4,8 @@ A device of a million slots full of blocks, a host of a million, eight million n
 and went, prompts of 8,192 blocks. Times are processor time of that one thread, without the lanes' work. Blocks have
 64 bytes, so that all fit in memory: only the number of blocks in a batch, which is bounded, depends on their size.
 
-Several processes make the same calls, one after the other. A call counts with the least of its times, because
-interrupts and a hypervisor's pauses count as processor time, and take milliseconds of some calls in ten thousand.
+Several processes make the same calls, one process after the other. For each call, the shortest of its times counts:
+processor time includes interrupts and a hypervisor's pauses, which add milliseconds to a few calls in ten thousand.
 """
 
 import argparse
@@ -140,10 +140,10 @@ class Calls:
 
 
 def least(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """For each call, the least of its times in all runs.
+    """Return the shortest time of each call in all runs, by the name of the call.
 
-    The runs make the same calls in the same order. Where a run had more polls or collections than another, the longest
-    is compared with the longest, and so on.
+    The runs make the same calls in the same order. If one run had more polls or collections than another, the longest
+    call of one is compared with the longest call of the other, and so on.
     """
     times: dict[str, list[float]] = {}
     for name in runs[0]:
@@ -155,7 +155,7 @@ def least(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float
 
 
 def rows_of(times: Mapping[str, Sequence[float]]) -> list[Row]:
-    """For each name a row of the median, and one of the worst call against the budget."""
+    """Return for each name a row of the median, and a row that compares the worst call with the budget."""
     rows = []
     for name, each in times.items():
         worst = max(each)
@@ -191,7 +191,7 @@ class Bed:
             events=self.events,
         )
         self._numbers = count()
-        self.num_told = 0  # names of blocks whose removal was told of
+        self.num_told = 0  # blocks whose removal was reported by events
 
     def chain(self, number: int | None = None, num_blocks: int = NUM_BLOCKS, salt: str | None = None) -> BlockChain:
         """The names of prompt *number*; by default of a new prompt."""
@@ -349,7 +349,7 @@ def events(bed: Bed, num_on_disk: int) -> None:
 
 
 def resetting(bed: Bed, num_on_disk: int) -> None:
-    """Time a reset of everything, while pins and a full device exist, and the polls that free and delete the rest."""
+    """Time a reset of everything, with pins and a full device, and the polls that free memory and delete records."""
     TimedPins(bed.cache, time.monotonic).pin("ann", on_disk(bed), NUM_TOKENS, until=1e18)
     bed.poll("poll: pins")
     assert bed.calls.time("reset", bed.cache.reset), "the reset was refused"
@@ -409,7 +409,7 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
             bed.cache.poll()
             bed.poll("poll: copies to host and disk")
         bed.cache.pins.unpin(pin)
-        for _ in range(NUM_BLOCKS // CHUNK_BLOCKS):  # which release the blocks
+        for _ in range(NUM_BLOCKS // CHUNK_BLOCKS):  # these polls release the blocks
             bed.calls.time("poll: after an unpin", bed.cache.poll)
         bed.cache.release(tables)
         num_bytes = index.quotas.num_bytes[bed.tenant]
@@ -451,7 +451,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="of each kind of request (5)")
     parser.add_argument("--slots", type=int, help="of device and host (a million)")
     parser.add_argument("--on-disk", type=int, help="names on disk (8 million)")
-    parser.add_argument("--runs", type=int, help="in which the same calls are made (3)")
+    parser.add_argument("--runs", type=int, help="processes that make the same calls in turn (3)")
     options = parser.parse_args()
     num_runs = options.runs or options.effort.of(3, quick=1)
     spawn = multiprocessing.get_context("spawn")

@@ -2,7 +2,8 @@
 
 Times are processor time of the one thread: nothing here waits, and other processes disturb that less.
 
-vLLM is measured too if it can be imported. The Python files of its wheel are enough, with the packages they import:
+vLLM is measured too if it can be imported. The Python files of its wheel suffice, together with the packages that they
+import:
 
     unzip vllm-0.33.0-*.whl '*.py' 'vllm-*.dist-info/*' -d vllm_files
     PYTHONPATH=vllm_files:. .venv/foreign/bin/python -m bench.tiers.prefix_core
@@ -54,8 +55,9 @@ BLOCK_BYTES = 64  # copied by a spill only
 LOAD_TIMEOUT_S = 10.0  # any value: nothing is loaded here
 SMALL_CALLS = 2000  # timed together, as one
 NUM_RUNNING = 64
-# vLLM's times where it is not installed: two EPYC cores, Python 3.11. All but the hybrid hit and those with a host tier
-# are of a day on which everything took 1.4 times as long as on other days, so no promise is judged by them.
+# vLLM's times where it is not installed: two EPYC cores, Python 3.11. Except for the hybrid hit and those with a host
+# tier, they were measured on a day on which everything took 1.4 times as long as on other days. So no promise is judged
+# by them.
 SOURCE = "vLLM 0.33.0, measured earlier"
 
 Work = Callable[[], object]

@@ -15,7 +15,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MAX_PART_BYTES = 8 << 20
 MAX_PART_ROWS = 64
-MAX_IN_FLIGHT = 3  # parts: each of two threads writes one, and one waits
+MAX_IN_FLIGHT = 3  # parts: two threads write one each, and one part waits
 
 
 class Refusal(StrEnum):

@@ -134,7 +134,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.register(kv_caches, self._kv_cache_config.num_blocks)  # without the guard, so that it can raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Store blocks of the previous step. vLLM calls this hook first in a step, before it writes to any page."""
+        """Store the blocks of the previous step that cannot wait until after this step's forward pass.
+
+        vLLM calls this hook first in a step, before it writes to any page.
+        """
         rank, work = self._rank, kv_connector_metadata
         assert isinstance(work, StepWork), "vLLM passes on the metadata that build_connector_meta returned"
         if work.stores or work.ends_late_stores:
@@ -159,7 +162,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, because the blocks of this step are stored after it."""
 
     def wait_for_save(self) -> None:
-        """Let a thread store the blocks of earlier steps whose pages still hold them. Do not wait for it."""
+        """Let a thread store the blocks that `handle_preemptions` has left for it. Return at once."""
         self._guard.run_always(self._rank.store_late, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

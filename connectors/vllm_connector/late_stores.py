@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Step:
-    """The stores of one step: the number of copies that have not been made, and whether any has failed."""
+    """State of one step's copies: how many are still to be made, and whether any copy has failed."""
 
     number: int
     num_left: int
@@ -21,12 +21,12 @@ class _Step:
 class LateStores:
     """Copies that a thread makes after a step's forward pass, while vLLM samples, sends tokens and plans the next step.
 
-    The worker's thread submits the copies of a step, and calls `begin` after the forward pass. Where it cannot wait any
-    longer, it calls `end`, which makes all remaining copies in the worker's own thread. Only the worker's thread calls
-    the methods.
+    The worker's thread submits the copies of a step, and calls `begin` after the forward pass. Before vLLM may change a
+    page that is still to be copied, the worker's thread calls `end`, which makes all remaining copies. Only the
+    worker's thread calls the methods.
 
-    The thread has the worker's priority. It holds the GIL for short times, and if a thread with a lower priority lost
-    its processor then, the whole engine would wait for it.
+    The copying thread runs at the worker's priority. It holds the GIL for short times. If it had a lower priority and
+    were preempted while it holds the GIL, the whole engine would wait for it.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class LateStores:
         self._thread: threading.Thread | None = None
 
     def submit(self, step: int, copies: Sequence[Callable[[], None]], has_failed: bool = False) -> None:
-        """Take over the *copies* that are left of a step, in the order in which they are made.
+        """Add the copies of a step that are still to be made. They are made in the given order.
 
-        The step has ended when the last of them was made. *has_failed* says that an earlier copy of the step failed.
+        The step ends with the last of these copies. *has_failed* is True if an earlier copy of the step failed.
         """
         state = _Step(step, len(copies), has_failed)
         if not copies:
@@ -49,7 +49,7 @@ class LateStores:
         self._copies.extend((state, copy) for copy in copies)
 
     def begin(self) -> None:
-        """Have the thread make all copies that were submitted. Returns at once."""
+        """Let the thread make all submitted copies. Return at once."""
         if not self._copies:
             return
         if self._thread is None:
@@ -58,11 +58,11 @@ class LateStores:
         self._has_begun.set()
 
     def end(self) -> None:
-        """Return when every copy has been made. The calling thread makes those that the thread has not begun."""
+        """Make all remaining copies in the calling thread, and wait for one that the copying thread is making."""
         self._make_all()
 
     def pop_ended(self) -> list[tuple[int, bool]]:
-        """Return the steps that have ended since the last call, and of each whether all of its copies succeeded."""
+        """Return the number of each step that ended since the last call, and whether all its copies succeeded."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         return [(step.number, not step.has_failed) for step in ended]
 
@@ -82,7 +82,7 @@ class LateStores:
 
     def _make_all(self) -> None:
         while True:
-            with self._is_copying:  # also if no copy is left, because the other thread may be making the last one
+            with self._is_copying:  # even if no copy is left, to wait for the one that the other thread is making
                 if not self._copies:
                     return
                 step, copy = self._copies.popleft()

@@ -75,8 +75,8 @@ class SchedulerSide:
 
     The blocks that a step computes are stored in the next step, after the step's tokens have been sent to users. If
     vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The workers
-    copy the pages before anything is written to them. If the request runs in the next step, it keeps its pages, and
-    they are copied after that step's forward pass. Otherwise they are copied before it.
+    copy the pages before anything is written to them. If the request also runs in the next step, it keeps its pages, so
+    workers may copy them after that step's forward pass. Otherwise workers copy the pages before the forward pass.
 
     Any thread that calls a method must hold the connector's lock.
     """
@@ -242,7 +242,7 @@ class SchedulerSide:
                 tracked.load.poll()
 
     def on_report(self, report: WorkerReport) -> None:
-        """Process the workers' report."""
+        """Process a report of the workers. It may report stores of earlier steps."""
         if report.boot is not None and report.num_workers == self._num_workers:
             self._mapped = report.boot
         for load in self._loading.pop(report.number, ()):

@@ -10,8 +10,8 @@ from kvtier.engine.attached.wire import Hello
 class PageCopies:
     """Copies between vLLM's pages and host slots of one group: each page and the slot at the same index are a pair.
 
-    *is_late* allows workers to make copies to slots after the step's forward pass, because vLLM does not change the
-    pages before a later step, whose work then says `ends_late_stores`.
+    If *is_late* is True, workers may copy these pages to their slots after the step's forward pass. vLLM changes the
+    pages only in a later step, and the work of that step has `ends_late_stores` set.
     """
 
     group_id: int
@@ -37,10 +37,10 @@ class Segment:
 class StepWork:
     """The copies that workers make in one step between vLLM's pages and the host slots.
 
-    *stores* copies the previous step's blocks to slots, before any page is written, unless a copy `is_late`. With
-    *ends_late_stores*, all late copies of earlier steps end before any page is written. *loads* copies blocks to pages,
-    before the step's forward pass. All slots are in shared memory that every worker has mapped already. The workers
-    report to vLLM that *unloadable_pages* could not be loaded.
+    *stores* copies the previous step's blocks to slots, before any page is written, except for late copies (see
+    `PageCopies`). If *ends_late_stores* is True, all late copies of earlier steps end before any page is written.
+    *loads* copies blocks to pages, before the step's forward pass. All slots are in shared memory that every worker has
+    mapped already. The workers report to vLLM that *unloadable_pages* could not be loaded.
     """
 
     number: int
@@ -52,16 +52,17 @@ class StepWork:
 
     @property
     def is_reported(self) -> bool:
-        """True if each worker sends a `WorkerReport` on the step. They may send one on another step, too."""
+        """True if each worker must send a `WorkerReport` on the step. Reports on other steps are allowed."""
         return self.wanted is not None or bool(self.loads) or bool(self.stores)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The outcome of work until the end of a step, from one worker or several (vLLM joins reports with `aggregate`).
+    """The outcome of copies up to the end of a step, of one worker or several (vLLM joins reports with `aggregate`).
 
-    *stored* has the numbers of the steps whose stores have all been copied since the last report. *unstored* has those
-    of steps whose stores have ended, but not all of them were copied. A number is there once for each worker.
+    *stored* has the numbers of the steps whose stores have ended since the last report, all of them successfully.
+    *unstored* has the numbers of the steps whose stores have ended, but some of them failed. A number occurs once for
+    each worker that reports it.
     """
 
     number: int  # of the step
@@ -72,7 +73,7 @@ class WorkerReport:
     num_workers: int = field(default=1)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
-        """Return the two reports on the same step, of different workers, combined into one."""
+        """Return one report that combines two reports of different workers on the same step."""
         return WorkerReport(
             self.number,
             self.boot if self.boot == other.boot else None,

@@ -66,9 +66,10 @@ class Stores:
     """The transfer of all requests' computed blocks into the sidecar's host memory.
 
     First, a host slot is reserved for a block. In the step after the one that computed the block, workers copy the
-    block's page into the slot: after the step if the page is certain to stay as it is, otherwise before it. Then the
-    slot's digest is computed, and the block is published, so that lookups find it. If no slot is free, another attempt
-    is made in a later step. All methods are called under the connector's lock.
+    block's page into the slot. They copy it after that step's forward pass if the page is certain to stay unchanged
+    until then, and otherwise before the forward pass. Then the slot's digest is computed, and the block is published,
+    so that lookups find it. If no slot is free, another attempt is made in a later step. All methods are called under
+    the connector's lock.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Stores:
         self._on_stored = on_stored
         self._on_failed = on_failed
         self._copying: dict[int, list[_Copied]] = {}  # by number of the step
-        self._ends: dict[int, list[bool]] = {}  # by number of the step: for each worker, whether it has copied all
+        self._ends: dict[int, list[bool]] = {}  # by number of the step: whether all copies succeeded, per worker
         self._under_way: set[tuple[int, BlockName]] = set()
         self._digesting: list[Sequence[_Copied]] = []
 
@@ -118,8 +119,9 @@ class Stores:
 
         Only blocks of the request's first *num_tokens* tokens are copied. *left* is the number of blocks per group that
         may still be copied in this step. The method reduces it in place. *overwritten* has the pages that vLLM may
-        change before the workers can copy them. Blocks in these pages are not stored. *stays* says that the request
-        keeps its pages in this step, so that those of groups that forget nothing may be copied late.
+        change before the workers can copy them. Blocks in these pages are not stored. If *stays* is True, the
+        request keeps its pages in this step. Then pages of groups that keep all tokens (no sliding windows) may be
+        copied late.
         """
         copies = []
         for group_id, group in enumerate(self._groups):
@@ -133,8 +135,9 @@ class Stores:
     def must_end(self, staying: Collection[Placement], overwritten: Collection[int] = ()) -> bool:
         """Return whether late copies of earlier steps must end before vLLM writes to a page in the step that begins.
 
-        This is so if a request whose pages are copied is not among *staying*, those that keep their pages in the step.
-        *overwritten* is as for `copies`: late copies from these pages may be too late already, and are discarded.
+        They must end unless all requests whose pages are copied late are in *staying*, the placements of the requests
+        that keep their pages in the step. *overwritten* has the pages that vLLM may already have changed. Rows of late
+        copies from these pages are discarded.
         """
         leaving = [
             row for rows in self._copying.values() for row in rows if row.is_late and row.placement not in staying
@@ -165,9 +168,9 @@ class Stores:
                 row.offer.num_offered[row.group_id] = min(row.offer.num_offered[row.group_id], row.first)
 
     def on_copied(self, step: int, has_stored: bool) -> None:
-        """Record that one worker has ended the copies of a step. If *has_stored* is False, not all of them succeeded.
+        """Record that one worker has ended its copies of a step. *has_stored* is False if some of them failed.
 
-        Once all workers have, see `on_step_done`.
+        When all workers have ended theirs, call `on_step_done`.
         """
         if step in self._copying:
             ends = self._ends.setdefault(step, [])

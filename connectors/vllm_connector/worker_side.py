@@ -10,15 +10,15 @@ from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.connectors.vllm_connector.pages import CpuPages, Pages, group_pages
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
 
-LATE_COPY_BYTES = 4 << 20  # in one copy of a thread, so that a worker that needs the rest soon goes on with it
+LATE_COPY_BYTES = 4 << 20  # limit for one copy of the thread; `LateStores.end` waits for one such copy at most
 
 
 class WorkerSide:
     """A copier of pages between one worker's KV cache and the sidecar's shared memory.
 
     Before vLLM computes a step, the worker first stores blocks of the previous step, then loads the blocks that this
-    step needs. Blocks whose pages stay as they are during the step are stored after it, by a thread. Only the worker's
-    thread calls the methods.
+    step needs. If the pages of blocks stay unchanged during the step, a thread stores these blocks after the forward
+    pass. Only the worker's thread calls the methods.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class WorkerSide:
             self._unloaded |= missing
 
     def store(self, work: StepWork) -> None:
-        """Copy the previous step's blocks into the sidecar's memory, or take over to copy them in `store_late`.
+        """Copy the previous step's blocks into the sidecar's memory, but leave late copies for `store_late`.
 
-        Call this before `begin`, and before vLLM changes a page. The late stores of at most one step are taken over:
-        those of earlier steps end first.
+        Call this before `begin`, and before vLLM changes a page. Late copies of at most one step are pending, because
+        those of earlier steps are completed first.
         """
         self._stored_step = work.number
         late = [copies for copies in work.stores if copies.is_late and self._stays_on_host(copies.group_id)]
@@ -83,7 +83,7 @@ class WorkerSide:
             self._late_stores.submit(work.number, later, has_failed)
 
     def store_late(self) -> None:
-        """Let a thread make the copies that `store` took over. Call this after the step's forward pass."""
+        """Let a thread make the copies that `store` has left. Call this after the step's forward pass."""
         self._late_stores.begin()
 
     def pop_failed_pages(self) -> set[int]:
@@ -105,13 +105,13 @@ class WorkerSide:
         return WorkerReport(work.number, self._segment.boot, stored, unstored, frozenset(self._unloaded_in_step))
 
     def close(self) -> None:
-        """End the thread, and unmap the sidecar's memory."""
+        """End the thread of late copies, and unmap the sidecar's memory."""
         self._late_stores.close()
         self._segment.close()
 
     def _stays_on_host(self, group_id: int) -> bool:
-        """Return whether pages are copied in CPU memory alone, where the forward pass has ended when it returns.
+        """Return whether the group's pages are in CPU memory, where the forward pass has ended when its call returns.
 
-        On a device, a thread would have to wait for the device's streams.
+        Pages on a device are not copied late, because a thread would have to wait for the device's streams.
         """
         return isinstance(self._pages[group_id], CpuPages)

@@ -92,7 +92,7 @@ class TimedPins:
                 del self._num_bytes[owner]
 
     def forget_all(self) -> None:
-        """Forget every pin, because `Pins.end_all` has ended them. Later ticks free their memory."""
+        """Forget all pins, after `Pins.end_all` has ended them. Later ticks free the memory of their records."""
         for former in (self._owners, self._ends, self._by_end):
             self._leftovers.add(former)
         self._owners, self._ends, self._by_end = {}, {}, []

@@ -39,7 +39,7 @@ MAX_SECOND_CHANCES = 160
 _MAX_HOLES = 128
 REMOVAL_BYTES = 8 << 20
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
-_MIN_ROWS, _MAX_ROWS = 8, 256  # of records that an eviction reads at once
+_MIN_ROWS, _MAX_ROWS = 8, 256  # limits on how many records an eviction reads at once
 
 
 def last_usable(counters: Counters, synced_change: int | None) -> int:
@@ -94,7 +94,7 @@ class Change:
         self.counters.num_changes += 1
         self._num_chances_left = num_chances
         self._num_written = 0
-        self._freed: defaultdict[int, list[int]] = defaultdict(list)  # numbers of the slots by size
+        self._freed: defaultdict[int, list[int]] = defaultdict(list)  # numbers of the freed slots, by slot size
         self._tenants: dict[bytes, int] = {}  # charged bytes of the tenants that this change has looked up
 
     def mark(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -284,7 +284,7 @@ class Change:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, excess_bytes: Callable[[], int], limit: int, tenant: bytes) -> list[bytes]:
-        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *excess_bytes* are stored."""
+        """Evict up to *limit* records of *tenant* (NO_TENANT: of all) by CLOCK while *excess_bytes* is above 0."""
         evicted: list[bytes] = []
         after = b"" if tenant == NO_TENANT else tenant
         while len(evicted) < limit and (excess := excess_bytes()) > 0:
@@ -364,7 +364,7 @@ class Change:
             self._txn.delete(owner + position, db=self._tables.owned)
 
     def _take_free(self, num_bytes: int, change: int, numbers: set[int]) -> None:
-        """Remove the slots *numbers* of *num_bytes*, which *change* has freed, from the list of free slots."""
+        """Remove from the list of free slots the slots *numbers* of *num_bytes*, which *change* has freed."""
         there: dict[bytes, tuple[int, ...]] = {}
         with self._txn.cursor(db=self._tables.free) as cursor:
             is_any = cursor.set_range(FREE.pack(num_bytes, change, 0))

@@ -115,7 +115,7 @@ class LmdbReader:
         self._threads.shutdown()
 
     def _read_some(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read and verify blocks, and delete those of their records that are bad."""
+        """Read and verify blocks, delete the records that turn out to be bad, and count faults."""
         results = self._read_now(pairs)
         faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
         for i in faults:
@@ -155,7 +155,7 @@ class LmdbReader:
         """Read blocks into their buffers with several threads. Each thread takes the next share when it is free.
 
         A thread that gets no processor in time delays nothing: if all shares have been taken, it is not waited for.
-        *results* gets the digest or the fault of each block.
+        The digest or the fault of each block is written to *results*.
         """
         if not placed:
             return
@@ -205,7 +205,7 @@ class LmdbReader:
             return False
 
     def _read_share(self, placed: Sequence[_Raw | _Other], results: list[bytes | Fault], piece_bytes: int) -> None:
-        """Read blocks into their buffers, piece by piece, and verify each block. Those that fail keep their result."""
+        """Read blocks into their buffers, piece by piece, and verify them. Results of failed reads stay unchanged."""
         digest_of = digest_for_threads(NUM_READERS)
         with contextlib.suppress(OSError), self._files.using():
             for piece in _pieces(placed, piece_bytes):

@@ -93,10 +93,10 @@ class _Slots(_Layout):
 
 
 SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
-# Free slots: their size, number of the change (`Counters.num_changes`) that freed them, number of the first one. The
-# value has the numbers of all, because a change frees many slots at once.
+# Key of a row of free slots: the slots' size, the number of the change (`Counters.num_changes`) that freed them, and
+# the number of the first slot. The value lists the numbers of all slots, because a change frees many slots at once.
 FREE = _Layout(">IQQ")
-SLOTS_PER_ROW = 240  # limit for a row of `FREE`; LMDB gives a longer value pages of its own
+SLOTS_PER_ROW = 240  # maximum per row of free slots; LMDB stores a longer value in pages of its own
 HOLE = _Slots(">IQ")  # a hole, which is a free slot without disk space: its size, its number
 SLOTS = _Counts("<Q")
 BYTES_OF_TENANT = _Counts("<Q")
@@ -313,8 +313,8 @@ class Tables:
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
     owned     tenant and sequence number -> key: the same order for each tenant
-    free      slot size, number of the change that freed the slots, number of the first -> numbers of all: free slots
-              that have disk space
+    free      free slots that have disk space: slot size, number of the change that freed the slots, number of the first
+              slot -> numbers of all slots of the row
     holes     free slots without disk space: slot size, slot number
     slabs     slot size -> number of slots
     tenants   tenant -> charged bytes
@@ -362,7 +362,7 @@ class Tables:
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Iterate over the free slots of *num_bytes* with disk space that changes up to *usable_before* have freed.
 
-        Yields the number of a change with the numbers of slots that it freed, in the order of the changes.
+        Yields pairs in the order of the changes: the number of a change, and the numbers of slots that it freed.
         """
         with txn.cursor(db=self.free) as cursor:
             if not cursor.set_range(FREE.pack(num_bytes, 0, 0)):

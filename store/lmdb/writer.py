@@ -237,7 +237,7 @@ class LmdbWriter:
         pairs = sorted(zip(slots, values, strict=True), key=itemgetter(0))
         num_shares = min(NUM_WRITERS, sum(slot.num_bytes for slot in slots) // _SHARE_BYTES, len(pairs))
         if num_shares > 1 and self._files.slabs.writes is DiskWrites.DIRECT:
-            # One call keeps a drive busy with a run of neighbouring slots, and costs less than a call per thread.
+            # One call for a whole run of neighbouring slots keeps a drive busy, and costs less than a call per thread.
             num_shares = min(num_shares, num_runs([slot for slot, _ in pairs]))
         num_shares = max(1, num_shares)
         size = -(-len(pairs) // num_shares)

@@ -17,14 +17,14 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
 MAX_IN_ONE = 3 << 13  # maximum slots of a pool with a single dict, which is rehashed in a millisecond
-# A dict of a larger pool has room for this many names, or a power of two times as many. It does not grow as long as the
-# names that it holds are fewer than a third. So a share of the names just below a third takes the least memory.
+# Each dict of a larger pool has room for this many names, or for a power of two times as many. Python does not enlarge
+# a dict that is less than a third full. So the dicts take the least memory if they are just below a third full.
 DICT_ROOM = 1 << 14
-MAX_SHARE = 0.95 / 3  # of that room: the names of a share vary by a few percent
+MAX_SHARE = 0.95 / 3  # of that room, on average: the dicts' numbers of names vary by a few percent
 MAX_DICTS = 256  # so that the index of a dict is a byte
 PREFIX_BYTES = 2  # the first bytes of a name, which determine the dict
 LISTED_AT_ONCE = 256  # minimum number of blank slots listed at once, see `BlockPool._list_blank`
-SCANNED_AT_ONCE = 1 << 14  # slots scanned for these at once
+SCANNED_AT_ONCE = 1 << 14  # slots searched at once for blank ones
 
 SlotsByName = dict[BlockName, int]
 FEW = 16  # minimum number of blocks for which checking first whether any of them is in the pool is faster
@@ -33,8 +33,8 @@ FEW = 16  # minimum number of blocks for which checking first whether any of the
 MIN_RUN = 48
 MIN_RUN_IF_LARGE = 16
 LARGE = 1 << 18  # slots of a large pool
-LONG = 1024  # minimum number of blocks of a prompt of which `has_no_run_of` checks some only
-RUN = 16  # one block in this many is checked
+LONG = 1024  # minimum number of blocks for which `has_no_run_of` may return True
+RUN = 16  # `has_no_run_of` checks one block in this many
 
 
 class SlotIndex:
@@ -164,9 +164,9 @@ class BlockPool:
         self.num_slots = num_slots
         self.num_changes = 0  # version of the index; lookup results are valid while it stays the same
         self.num_reserved = 0  # free slots reserved for promotions, see `reserve`; `num_free` excludes them
-        # The blank slots are in `_blank`, the next one to be reused last. Only after these come the *unlisted* blank
-        # slots in ascending order, then those in `_evicted`, the next one last. So a pool of any size is created and
-        # cleared at once, because no slot has to be listed then.
+        # Blank slots are reused in this order: first those in `_blank`, from its end; then the *unlisted* ones, in
+        # ascending order; then those in `_evicted`, from its end. A pool of any size is created and cleared fast,
+        # because no list of the unlisted slots is built.
         self._blank: list[int] = []
         self._is_unlisted = np.ones(num_slots, np.bool_)  # [slot]
         self._num_unlisted = num_slots  # number of unlisted slots and slots in `_evicted`
@@ -241,9 +241,10 @@ class BlockPool:
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
 
     def has_no_run_of(self, names: Sequence[BlockName]) -> bool:
-        """Return whether the pool has neither the first of many blocks nor `RUN` blocks in a row of them.
+        """Return whether the pool has neither the first of these blocks nor any `RUN` consecutive ones.
 
-        Takes a tenth of the time of `find_all`. Shorter runs may be there, in spite of True. False for few blocks.
+        If True, the pool may still have shorter runs of these blocks. Always False for fewer than `LONG` blocks. Takes
+        a tenth of the time of `find_all`.
         """
         return len(names) >= LONG and self._slots.get(names[0]) is None and self._slots.has_none(names[RUN - 1 :: RUN])
 
@@ -308,7 +309,7 @@ class BlockPool:
     def lease_blank(self, slots: Ids) -> None:
         """Lease the given slots, which must be blank: not leased, and without a cached block.
 
-        Takes time proportional to the number of blank slots that were in use before.
+        Takes time proportional to the number of blank slots that are in lists. Unlisted slots take no time.
         """
         wanted = np.zeros(self.num_slots, np.bool_)
         wanted[slots] = True
@@ -467,7 +468,7 @@ class BlockPool:
         return names
 
     def clear(self) -> ClearedBlocks:
-        """Evict the blocks in all slots, leased or not, in one short step. Return what is left of them, to be freed.
+        """Evict the blocks in all slots, leased or not, in one short step. Return their data, which the caller frees.
 
         Free slots become blank. Leased slots, including lent ones, become blank when their last lease ends.
         """
@@ -476,7 +477,7 @@ class BlockPool:
         cleared.leftovers.add(alone)
         listed = len(self._blank) + len(self._evicted)
         is_any_leased = self.num_blank + self.order.num_slots - self.order.num_lent < self.num_slots
-        if not is_any_leased and listed <= SCANNED_AT_ONCE:  # does not read two numbers of each slot
+        if not is_any_leased and listed <= SCANNED_AT_ONCE:  # saves reading each slot's place and leases
             self._is_unlisted.fill(True)
             self._is_unlisted[self._blank + self._evicted] = False
         else:

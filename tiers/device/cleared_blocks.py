@@ -1,4 +1,4 @@
-"""What is left of the blocks of a pool that was cleared. It is read and freed in parts."""
+"""`ClearedBlocks`: the names and other data of the blocks of a cleared pool, which are read and freed in parts."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ class Leftovers:
 
 
 class ClearedBlocks:
-    """The names of the blocks that a pool had when it was cleared. They are handed out and freed in parts.
+    """The names of the blocks that a pool had when it was cleared. They are returned and freed in parts.
 
-    The pool itself keeps nothing of these blocks. Owned by the pool's thread.
+    The pool itself keeps no data of these blocks. Owned by the pool's thread.
     """
 
     def __init__(self, names: Sequence[dict[BlockName, int]], runs: dict[int, Run]) -> None:
@@ -52,9 +52,9 @@ class ClearedBlocks:
         self.leftovers = Leftovers()  # other data of these blocks
 
     def pop(self) -> list[BlockName] | None:
-        """Return the next names, and forget them; None if everything has been freed.
+        """Return the next names and free them here; None if everything has been freed.
 
-        After the last name, calls return empty lists while they free the rest.
+        After the last name, calls free other data, and return empty lists.
         """
         if self._names:
             some = self._names[-1]

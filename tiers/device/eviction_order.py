@@ -133,7 +133,7 @@ class NamedSpan(NamedTuple):
 
 
 def names_in(rows: Sequence[NamedSpan]) -> list[BlockName]:
-    """Return the names of all blocks in *rows*. Do not change the list, which may be that of a row."""
+    """Return the names of all blocks in *rows*. The caller must not change the list: it may belong to a row."""
     return rows[0].names if len(rows) == 1 else [name for row in rows for name in row.names]
 
 
@@ -420,7 +420,7 @@ class EvictionOrder:
         self._head = 0  # entries before this place are invalid
         self._front = Front(0, NOTHING, [])
         self._front_end = 0  # `_front` is valid from the head up to this place
-        self._front_limit = 0  # the same if no slot were lent
+        self._front_limit = 0  # the value that `_front_end` would have if no slot were lent
         self._given = NOTHING  # the part of `_front` that `victims` returned last
 
     def append_few(self, slots: list[int]) -> None:

@@ -38,7 +38,7 @@ class Ghosts:
         self._how = np.zeros(num_names, np.uint8)  # index of the tier and of the cause, combined
         self._at = np.zeros(num_names)
         self._next = 0
-        # Losses that are not in the ring yet, oldest first. Each item of these lists is one call of `remember`.
+        # Losses that are not in the ring yet, oldest first. Each call of `remember` appends one item to each list.
         self._pending: list[bytes] = []  # the names, concatenated
         self._pending_numbers: list[int] = []  # the number of names
         self._pending_how = array("B")

@@ -132,8 +132,8 @@ class DirtyMarks:
 
     The slots are in a queue that consists of numbered pieces (arrays). A dirty slot is *marked* with the number of the
     piece that contains it. Removing a slot only clears its mark, without a search in the queue. Queue entries whose
-    slot has another mark by now are skipped. The numbers of pieces grow, so that `clear` removes all slots by declaring
-    all numbers up to now to be marks of clean slots.
+    slot has another mark by now are skipped. The numbers of pieces only grow. So `clear` need not visit any slot: from
+    then on, all numbers used so far are marks of clean slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -328,7 +328,7 @@ class GroupSlots:
     def clear(self) -> ClearedBlocks:
         """Evict the blocks in all slots, leased or not, in one short step and without callbacks.
 
-        Returns what is left of the blocks. The caller frees it in parts.
+        Returns the data of the blocks, which the caller frees in parts.
         """
         num_named = self.pool.num_named
         cleared = self.pool.clear()

@@ -23,7 +23,7 @@ class _Piece:
     start: int
     end: int
     slots: list[npt.NDArray[np.intp]]  # the blocks' slots, in one or more arrays
-    keys: list[bytes]  # the blocks' keys, concatenated, in as many parts
+    keys: list[bytes]  # the blocks' keys, concatenated for each of these arrays
 
 
 class PartialMatches:
@@ -47,7 +47,7 @@ class PartialMatches:
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
         for each in (self._first, self._keys, self._token_ids, self._num_tokens):
-            each.fill(0)  # makes the kernel provide the memory now: later, a huge page takes 5 ms of a commit
+            each.fill(0)  # makes the kernel allocate the memory now: a huge page later takes 5 ms of a commit
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
         """Record that *slots* hold the named blocks of *chain* from *start* on. Do not change *slots* afterwards."""

@@ -23,7 +23,7 @@ class RecordDeletion:
         self._transfers = transfers
         self._clock = clock
         self.is_done = True  # whether all records that were on disk at the last call of `begin` have been deleted
-        self._has_failed = False  # whether the last read or deletion has failed, so that this object pauses
+        self._has_failed = False  # whether the last read or deletion has failed; this object then pauses
         self._submitted_at = 0.0  # when the transfer in flight was submitted
         self._round = 0  # number of calls of `begin`
         self._is_under_way = False
@@ -64,7 +64,7 @@ class RecordDeletion:
         return int(self._is_under_way)
 
     def _on_page(self, transfer: Transfer, number: int) -> None:
-        """Delete the records of a page that was read in the round with this *number*."""
+        """Delete the records of a page. *number* is that of the round (see `_round`) in which the page was read."""
         self._is_under_way = False
         if transfer.error is not None:
             self._rest()

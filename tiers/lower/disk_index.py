@@ -23,13 +23,13 @@ class Forgotten:
 
     group_id: int
     names: list[BlockName]
-    are_lost: bool  # whether the blocks were evicted on purpose; otherwise the index was only to be loaded again
-    is_event: bool  # whether their removal must be reported by events
+    are_lost: bool  # True if the blocks were evicted, False if the index is only loaded again
+    is_event: bool  # whether events must report their removal
 
 
 @dataclass(slots=True)
 class _Past:
-    """The names of a group that `DiskIndex` had before it was emptied, and whose memory is still to be freed."""
+    """Names of one group that `DiskIndex` had before it was emptied, and whose memory is still to be freed."""
 
     group_id: int
     names: NameSet
@@ -147,7 +147,7 @@ class DiskIndex:
             yield page
 
     def empty(self, *, is_event: bool = True) -> None:
-        """Empty the index, which then counts as loaded, because its blocks were evicted.
+        """Empty the index, because its blocks were evicted. The index then counts as loaded.
 
         `pop_forgotten` returns the names that it had. *is_event* says whether events must report each of them.
         """

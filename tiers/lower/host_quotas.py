@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.ma  # `np.unique` would import it in its first call, which would then take 10 ms
+import numpy.ma  # otherwise the first call of `np.unique` imports it, which takes 10 ms
 import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES
@@ -28,7 +28,7 @@ class HostBlocks:
         self._digests = np.zeros(num_slots, f"V{DIGEST_BYTES}")
         self._tenants = np.zeros(num_slots, np.uint64)  # 0: no tenant
         for each in (self._digests.view(np.uint8), self._tenants):
-            each.fill(0)  # makes the kernel provide the memory now: later, a huge page takes 5 ms of a call
+            each.fill(0)  # makes the kernel allocate the memory now: a huge page later takes 5 ms of a call
 
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
         """Record the digests and tenants of the blocks that are now in *slots*.

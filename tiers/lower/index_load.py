@@ -50,7 +50,7 @@ class IndexLoad:
         self._read_page()
 
     def stop(self) -> None:
-        """Ignore a page that is being read, because its blocks were evicted when the index was emptied."""
+        """Ignore a page that is being read. Call this when the index is emptied because its blocks are evicted."""
         self._forsaken = iter(())
         self._withdraw()
 

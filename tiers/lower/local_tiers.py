@@ -188,7 +188,7 @@ class Fetches:
         self._index = index
         self._cold_reads = cold_reads
         self._fetches: set[LocalFetch] = set()
-        self._ending: list[set[LocalFetch]] = []  # fetches that have ended, and whose blocks are still leased
+        self._ending: list[set[LocalFetch]] = []  # fetches that have ended but still have leases
         self.reading: set[LocalFetch] = set()  # fetches that wait for reads with priority NOW
         # Blocks that were read or failed, to be reported by `deliver`: the fetch, the block's index in it, the failure.
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
@@ -227,7 +227,7 @@ class Fetches:
                 fetch.on_fetched(fetch, place, failure)
 
     def end_all(self) -> None:
-        """End all fetches. Later calls of `end_some` release their blocks, which takes time."""
+        """End all fetches at once. Later calls of `end_some` release their blocks in parts."""
         self._ending.append(self._fetches)
         self._fetches, self.reading = set(), set()
 
@@ -679,7 +679,7 @@ class LocalTiers:
         self._cold_reads.time_out_late(timeout_s)
 
     def _clear(self, *, is_event: bool) -> None:
-        """Evict all blocks from the index, and start to delete their records; see `LowerIndex.clear_host`."""
+        """Evict all blocks, and start to delete their records. *is_event* is as for `LowerIndex.clear_host`."""
         self._index_load.stop()
         self.index.clear_host(is_event=is_event)
         self.index.clear_disk(is_event=is_event)

@@ -70,9 +70,9 @@ class LowerIndex:
         self._events = events
         self.spills = spills
         self._lost: list[Lost] = []
-        # Blocks of host memory that `clear_host` has evicted, with their group, and whether events report them.
+        # Blocks that `clear_host` has evicted: their group, their data, and whether events report them.
         self._cleared: deque[tuple[int, ClearedBlocks, bool]] = deque()
-        self._num_to_report = dict.fromkeys((Tier.HOST, Tier.DISK), 0)  # how many may still be reported as lost
+        self._num_to_report = dict.fromkeys((Tier.HOST, Tier.DISK), 0)  # limit on losses still to be reported
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Return where the blocks are; see `LowerTiers.find`."""
@@ -88,7 +88,7 @@ class LowerIndex:
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Return the places of the first blocks, up to one that no tier has; see `LowerTiers.find_run`.
 
-        A few blocks of a long prompt that are in host memory too may be returned as being on disk; see
+        For a few blocks of a long prompt, the place may be the disk although they are in host memory too; see
         `BlockPool.has_no_run_of`.
         """
         pool = self.host[group_id].pool
@@ -260,9 +260,8 @@ class LowerIndex:
     def report_forgotten(self) -> None:
         """Discard the next part of the old index: the index that was in use until the store was reopened or emptied.
 
-        For each block in this part that the new index does not have, a removal event is emitted, unless the caller of
-        `clear_disk` did not want any.
-        Blocks that were evicted are reported as lost.
+        For each block in this part that the new index does not have, a removal event is emitted, unless `clear_disk`
+        was called with *is_event* False. Blocks that were evicted are also reported as lost.
         """
         forgotten = self.disk.index.pop_forgotten()
         if forgotten is None or not forgotten.names or forgotten.group_id >= len(self._block_sizes):

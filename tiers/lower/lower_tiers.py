@@ -175,8 +175,8 @@ class ReadPriority(Enum):
 class Deletion(Enum):
     """State of the deletion of records on disk, after `LowerTiers.clear`.
 
-    Lookups find none of the blocks, whatever the state. But if this process ends before all records have been deleted,
-    the next process finds the rest.
+    In every state, lookups of this process find none of the blocks. But if the process ends before all records have
+    been deleted, the next process finds the remaining ones.
     """
 
     DONE = auto()  # no records are left to be deleted
@@ -404,9 +404,9 @@ class LowerTiers(Protocol):
     def clear(self) -> bool:
         """Forget every block in all tiers below, and end every fetch.
 
-        No lookup finds any of these blocks afterwards. Later polls release what the fetches had leased, delete the
-        records on disk (see `LowerStatus.clearing`), and let `pop_lost` return the blocks: at most `NUM_GHOSTS` of host
-        memory, and as many of those that were only on disk.
+        Later lookups find none of these blocks. Later polls release the leases of the fetches, delete the records on
+        disk (see `LowerStatus.clearing`), and let `pop_lost` return the blocks: at most `NUM_GHOSTS` from host memory,
+        and at most `NUM_GHOSTS` that were only on disk.
 
         Returns:
             False if host slots are reserved or being read into, if blocks are being written to disk or to the remote

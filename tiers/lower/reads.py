@@ -185,7 +185,7 @@ class Reads:
         self._wanted_now: OrderedDict[BlockRead, None] = OrderedDict()
         self._wanted_later: OrderedDict[BlockRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in memories]  # by group
-        self._dropped = Leftovers()  # former queues
+        self._dropped = Leftovers()  # queues that `clear` has dropped, whose memory is still to be freed
         self._reading: list[ReadBatch] = []  # in flight, and not declared hung
         self._hanging: list[ReadBatch] = []  # in flight, but declared hung, so that no fetch waits for them any more
 
