@@ -233,9 +233,19 @@ class AsyncEngine:
             the disk store is known to fail. Also False if the store fails to delete the records; see
             `EngineCore.reset`.
         """
+
+        def begin(core: EngineCore) -> tuple[bool, bool]:
+            """Return whether the reset has begun, and whether only copies in flight prevent it.
+
+            Both answers are of the same moment: copies that end between two questions are no reason to give up.
+            """
+            return core.begin_reset(), bool(core.cache.num_in_flight) and not core.scheduler.running
+
         deadline = time.monotonic() + RESET_WAIT_S
-        while not await self.ask(lambda core: core.begin_reset()):
-            is_copying = await self.ask(lambda core: bool(core.cache.num_in_flight) and not core.scheduler.running)
+        while True:
+            has_begun, is_copying = await self.ask(begin)
+            if has_begun:
+                break
             if not is_copying or time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(IDLE_WAIT_S)
