@@ -55,7 +55,7 @@ class Piece(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Write:
-    """One write: neighbouring *pieces* of memory, and the offset in the file."""
+    """Write request: *pieces* of memory that are written one after another, from *offset* in the file on."""
 
     pieces: Sequence[memoryview]
     offset: int

@@ -162,7 +162,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, because the blocks of this step are stored after it."""
 
     def wait_for_save(self) -> None:
-        """Let a thread store the blocks that `handle_preemptions` has left for it. Return at once."""
+        """Start to store, on a thread, the blocks that `handle_preemptions` did not store. Do not wait for it."""
         self._guard.run_always(self._rank.store_late, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -49,7 +49,7 @@ class LateStores:
         self._copies.extend((state, copy) for copy in copies)
 
     def begin(self) -> None:
-        """Let the thread make all submitted copies. Return at once."""
+        """Start to make all submitted copies on the copying thread. Do not wait for it."""
         if not self._copies:
             return
         if self._thread is None:

@@ -62,16 +62,16 @@ class WorkerSide:
         those of earlier steps are completed first.
         """
         self._stored_step = work.number
-        late = [copies for copies in work.stores if copies.is_late and self._stays_on_host(copies.group_id)]
-        if late or work.ends_late_stores:
+        are_late = [copies.is_late and self._is_in_cpu_memory(copies.group_id) for copies in work.stores]
+        if any(are_late) or work.ends_late_stores:
             self._late_stores.end()
         if not work.stores:
             return
         later, has_failed = list[Callable[[], None]](), True
         try:
-            for copies in work.stores:
+            for copies, is_late in zip(work.stores, are_late, strict=True):
                 pages, slots = self._pages[copies.group_id], self._segment.slots(copies.group_id)
-                if copies not in late:
+                if not is_late:
                     pages.store(copies.pages, copies.slots, slots)
                     continue
                 limit = max(1, LATE_COPY_BYTES // self._layouts[copies.group_id].rank_bytes)
@@ -83,7 +83,7 @@ class WorkerSide:
             self._late_stores.submit(work.number, later, has_failed)
 
     def store_late(self) -> None:
-        """Let a thread make the copies that `store` has left. Call this after the step's forward pass."""
+        """Start a thread's work on the copies that `store` did not make. Call this after the step's forward pass."""
         self._late_stores.begin()
 
     def pop_failed_pages(self) -> set[int]:
@@ -109,7 +109,7 @@ class WorkerSide:
         self._late_stores.close()
         self._segment.close()
 
-    def _stays_on_host(self, group_id: int) -> bool:
+    def _is_in_cpu_memory(self, group_id: int) -> bool:
         """Return whether the group's pages are in CPU memory, where the forward pass has ended when its call returns.
 
         Pages on a device are not copied late, because a thread would have to wait for the device's streams.

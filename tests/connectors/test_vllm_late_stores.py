@@ -51,6 +51,23 @@ def in_the_pages_of(bed: ConnectorBed, request: FakeRequest, num_matched: int, t
     return other
 
 
+def with_a_hit(bed: ConnectorBed) -> FakeRequest:
+    """A request for a prompt of which 40 tokens are stored and found."""
+    document = bed.prompt(NUM_TOKENS)
+    bed.run(bed.request(document))
+    other = bed.request(document)
+    assert bed.match(other) == 40
+    return other
+
+
+def load_into_pages_of(bed: ConnectorBed, request: FakeRequest, other: FakeRequest) -> None:
+    """End *request*, and give its pages to *other*, which loads its 40 tokens into them."""
+    bed.side.on_finished(request)
+    other.pages = [list(ids) for ids in request.pages]
+    bed.side.on_allocated(other, other.pages, 40)
+    other.num_computed_tokens = 40
+
+
 def num_found(bed: ConnectorBed, request: FakeRequest) -> int:
     """How many tokens a new engine loads of the prompt; it raises if any page is then wrong."""
     bed.tiers.close()
@@ -87,15 +104,9 @@ def test_pages_that_are_computed_anew_in_the_next_step_are_stored_before(bed: Co
 
 
 def test_pages_that_are_loaded_anew_in_the_next_step_are_stored_before(full: ConnectorBed) -> None:
-    document = full.prompt(NUM_TOKENS)
-    full.run(full.request(document))
-    other = full.request(document)
-    assert full.match(other) == 40
+    other = with_a_hit(full)
     request = computed(full)
-    full.side.on_finished(request)
-    other.pages = [list(ids) for ids in request.pages]
-    full.side.on_allocated(other, other.pages, 40)
-    other.num_computed_tokens = 40
+    load_into_pages_of(full, request, other)
 
     work = full.step({other.request_id: 2}, other)
     full.check_pages(other)
@@ -283,15 +294,9 @@ def test_pages_of_late_copies_are_copied_before_others_write_to_them(bed: Connec
 
 
 def test_pages_of_late_copies_are_copied_before_a_load_writes_to_them(full: ConnectorBed) -> None:
-    document = full.prompt(NUM_TOKENS)
-    full.run(full.request(document))
-    other = full.request(document)
-    assert full.match(other) == 40
+    other = with_a_hit(full)
     request = copied_late(full)
-    full.side.on_finished(request)
-    other.pages = [list(ids) for ids in request.pages]
-    full.side.on_allocated(other, other.pages, 40)
-    other.num_computed_tokens = 40
+    load_into_pages_of(full, request, other)
 
     full.step({other.request_id: 2}, other)
     full.check_pages(other)

@@ -1838,6 +1838,13 @@ def evict(slots: GroupSlots, desk: Desk, but: set[int] = frozenset()) -> None:
     slots.evict(found[found >= 0], EvictionCause.ROOM)
 
 
+def lose_below(desk: Desk, place: int) -> None:
+    """Remove a block of the long prompt from host memory and from the disk's index."""
+    index, name = desk.lower.index, desk.chain_of(LONG_PROMPT).names[place]
+    index.host[0].evict(index.host[0].pool.find_all([name]), EvictionCause.ROOM)
+    index.disk.index.remove(0, name)
+
+
 def test_a_few_blocks_on_the_device_are_promoted_again_with_their_long_prompt(with_few: Desk) -> None:
     desk = with_few
 
@@ -1853,10 +1860,7 @@ def test_a_few_blocks_on_the_device_are_promoted_again_with_their_long_prompt(wi
 
 def test_a_few_blocks_that_only_the_device_has_are_hit_in_a_long_prompt(with_few: Desk) -> None:
     desk = with_few
-    host = desk.lower.index.host[0]
-    names = desk.chain_of(LONG_PROMPT).names
-    host.evict(host.pool.find_all(names[41:42]), EvictionCause.ROOM)
-    desk.lower.index.disk.index.remove(0, names[41])
+    lose_below(desk, 41)
 
     hit = desk.lookup(LONG_PROMPT)
 
@@ -1866,10 +1870,7 @@ def test_a_few_blocks_that_only_the_device_has_are_hit_in_a_long_prompt(with_few
 
 def test_a_long_prompt_ends_where_no_tier_has_a_block(with_few: Desk) -> None:
     desk = with_few
-    host = desk.lower.index.host[0]
-    names = desk.chain_of(LONG_PROMPT).names
-    host.evict(host.pool.find_all(names[50:51]), EvictionCause.ROOM)
-    desk.lower.index.disk.index.remove(0, names[50])
+    lose_below(desk, 50)
 
     assert desk.lookup(LONG_PROMPT).num_tokens == 50 * BLOCK_SIZE
 

@@ -72,7 +72,7 @@ def test_a_tenants_blocks_leave_and_nobody_elses() -> None:
 
 
 def poll_all(w) -> None:
-    """Let polls report all blocks that a reset has evicted."""
+    """Poll the cache until it has reported all blocks that a reset evicted."""
     for _ in range(100):
         w.cache.poll()
 

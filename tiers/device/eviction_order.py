@@ -624,7 +624,7 @@ class EvictionOrder:
             self._shorten_front(int(self._all_places[ids].min()))
 
     def _shorten_front(self, end: int) -> None:
-        """Let `_front` end before the place *end*, whether slots are lent or not."""
+        """Limit `_front` to places before *end*. The limit stays in force when lent slots are put back."""
         self._front_limit = min(self._front_limit, end)
         self._front_end = min(self._front_end, end)
 
