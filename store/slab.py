@@ -180,29 +180,34 @@ class SlabFile:
         self._map: _Mapped | None = None
 
     def write(self, first: int, values: list[memoryview]) -> None:
-        buffers = []
-        for value in values:
-            buffers.append(value)
-            if value.nbytes < self._num_bytes:
-                buffers.append(_PADDING[: self._num_bytes - value.nbytes])
-        if (first + len(values)) * self._num_bytes > _MAX_FILE_BYTES:
+        size, at = self._num_bytes, first * self._num_bytes
+        buffers = values
+        if any(value.nbytes < size for value in values):
+            buffers = []
+            for value in values:
+                buffers.append(value)
+                if value.nbytes < size:
+                    buffers.append(_PADDING[: size - value.nbytes])
+        if at + len(values) * size > _MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"slot {first} is beyond the size limit of a slab's file")
-        write = self._write_direct
-        if not self._may_write_direct(first, len(values), buffers):
-            write = self._write_buffered
-            self._lengthen((first + len(values)) * self._num_bytes)
-        left, _ = _transfer(write, buffers, first * self._num_bytes)
-        if left:
+        if self._may_write_direct(first, len(values)):
+            try:
+                buffers, at = _transfer(self._write_direct, buffers, at)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # the memory is not aligned as O_DIRECT requires
+                    raise
+        if buffers:
+            self._lengthen((first + len(values)) * size)
+            buffers, _ = _transfer(self._write_buffered, buffers, at)
+        if buffers:
             raise OSError(errno.EIO, "a write to a slab made no progress")
 
-    def _may_write_direct(self, first: int, num_slots: int, buffers: list[memoryview]) -> bool:
-        """Return whether to write *buffers* to the slots from *first* on past the page cache.
+    def _may_write_direct(self, first: int, num_slots: int) -> bool:
+        """Return whether to write to the slots from *first* on past the page cache, if the memory is aligned for that.
 
         Slots that are in the cache are written there, which is faster than to drop their pages.
         """
         if self._writes is DiskWrites.BUFFERED or self._direct is None:
-            return False
-        if not all(_is_aligned(buffer, self._alignment) for buffer in buffers):
             return False
         ends = (first, first + num_slots - 1)  # the slots between them were probably last written in the same way
         return not any(self.is_cached(number * self._num_bytes, PAGE_BYTES) for number in ends)
@@ -394,9 +399,13 @@ def _transfer(
         if done <= 0:
             break
         at += done
-        while buffers and done >= buffers[0].nbytes:
-            done -= buffers[0].nbytes
-            buffers = buffers[1:]
+        if done == sum([buffer.nbytes for buffer in buffers]):  # the rule
+            return [], at
+        first = 0
+        while first < len(buffers) and done >= buffers[first].nbytes:
+            done -= buffers[first].nbytes
+            first += 1
+        buffers = buffers[first:]
         if done:
             buffers = [buffers[0][done:], *buffers[1:]]
     return buffers, at

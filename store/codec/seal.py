@@ -1,6 +1,7 @@
 """Sealing: turns a block into the header and the value to store. Unsealing turns them back and verifies the block."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -45,21 +46,29 @@ def charged_bytes(value_bytes: int) -> int:
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
-def max_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
-    """Return how many bytes of the store's capacity are taken by *blob* if its codec does not shrink it."""
-    return charged_bytes(blob.raw.nbytes + (0 if cipher is None else OVERHEAD_BYTES))
+def max_charged_bytes(blobs: Sequence[Blob], cipher: Cipher | None = None) -> int:
+    """Return how many bytes of the store's capacity are taken by *blobs* if the codec does not shrink them."""
+    return sum(_charged_raw(num_bytes, cipher) * num for num_bytes, num in Counter(_sizes(blobs)).items())
 
 
-def check_fits(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
+def check_fits(blobs: Sequence[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
     """Raise ValueError if one of *blobs* is empty, or too large even for an empty store."""
-    for blob in blobs:
-        if not 0 < blob.raw.nbytes <= MAX_BLOCK_BYTES:
-            raise ValueError(f"store: a block has {blob.raw.nbytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
-        if max_charged_bytes(blob, cipher) > capacity_bytes:
+    for num_bytes in set(_sizes(blobs)):
+        if not 0 < num_bytes <= MAX_BLOCK_BYTES:
+            raise ValueError(f"store: a block has {num_bytes} bytes; it must have 1 to {MAX_BLOCK_BYTES}")
+        if _charged_raw(num_bytes, cipher) > capacity_bytes:
             raise ValueError(
-                f"store: a block of {blob.raw.nbytes} bytes does not fit a capacity of {capacity_bytes}; "
+                f"store: a block of {num_bytes} bytes does not fit a capacity of {capacity_bytes}; "
                 "raise capacity_bytes or use smaller blocks"
             )
+
+
+def _sizes(blobs: Sequence[Blob]) -> list[int]:
+    return [blob.raw.nbytes for blob in blobs]
+
+
+def _charged_raw(num_bytes: int, cipher: Cipher | None) -> int:
+    return charged_bytes(num_bytes + (0 if cipher is None else OVERHEAD_BYTES))
 
 
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
@@ -84,8 +93,7 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
     encrypted is not copied. Raises ValueError if *codec* cannot encode the block.
     """
     if codec is NO_CODEC and cipher is None:
-        header = Record.pack_plain(blob.key, blob.raw.nbytes, blob.digest)
-        return Sealed(blob.key, header, blob.raw, charged_bytes(blob.raw.nbytes))
+        return seal_all([blob], codec)[0]
     codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
     known = blob.digest if codec.is_lossless else _digest_of_decoded(codec, payload, blob)
     record = Record(
@@ -109,6 +117,15 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
     else:
         cipher.encrypt(known, payload, header + blob.key, value[: record.stored_length].data)
     return Sealed(blob.key, header, value.data, charged_bytes(length))
+
+
+def seal_all(blobs: Sequence[Blob], codec: Codec | CodecChoice, cipher: Cipher | None = None) -> list[Sealed]:
+    """Do as `seal` for each of *blobs*."""
+    if codec is not NO_CODEC or cipher is not None:
+        return [seal(blob, codec, cipher) for blob in blobs]
+    pack = Record.pack_plain
+    sized = [(blob.key, blob.digest, blob.raw, blob.raw.nbytes) for blob in blobs]
+    return [Sealed(key, pack(key, num, known), raw, charged_bytes(num)) for key, known, raw, num in sized]
 
 
 def unseal(

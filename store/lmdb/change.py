@@ -4,9 +4,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import lmdb
+import xxhash
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
@@ -21,12 +21,15 @@ from kvtier.store.lmdb.tables import (
     SLOTS,
     SPARE_PAGES,
     Counters,
+    OldRow,
     RecordRow,
     Tables,
     ascending,
+    check_ascending,
     checksum,
     free_row,
     free_rows,
+    packed_row,
     verified,
 )
 from kvtier.store.slab import PAGE_BYTES, Slot
@@ -47,12 +50,11 @@ def last_usable(counters: Counters, synced_change: int | None) -> int:
     return counters.num_changes if synced_change is None else synced_change
 
 
-class NewRecord(NamedTuple):
-    """A record to add: *blob* as it is stored, and the slot that has its payload."""
+NewRecord = tuple[Sealed, Blob, Slot]
+"""A record to add: the block as it is stored, the block itself, and the slot that has the payload.
 
-    sealed: Sealed
-    blob: Blob
-    slot: Slot
+Not a class, because a change adds hundreds.
+"""
 
 
 class Change:
@@ -167,33 +169,40 @@ class Change:
         The record of a parent block is marked as recently used, so that it is not evicted before its child. It is not
         marked if it comes later in *records*: then it is newer than the child anyway.
         """
-        rows: dict[bytes, RecordRow] = {}
+        index = {sealed.key: i for i, (sealed, _, _) in enumerate(records)}
+        parents: set[bytes] = set()
+        marked: set[bytes] = set()
+        for i, (_, blob, _) in enumerate(records):
+            if blob.parent:
+                place_of_parent = index.get(blob.parent)
+                if place_of_parent is None:
+                    parents.add(blob.parent)
+                elif place_of_parent <= i:
+                    marked.add(blob.parent)
+        self.mark(parents)
+
+        counters, digest_of = self.counters, xxhash.xxh3_64_digest
+        rows: list[tuple[bytes, bytes]] = []
         places: list[tuple[bytes, bytes]] = []
         owned: list[tuple[bytes, bytes]] = []
-        parents: set[bytes] = set()
-        coming = {record.sealed.key for record in records}
-        for sealed, blob, slot in records:
-            key, tenant, parent = sealed.key, blob.tenant or NO_TENANT, blob.parent
-            coming.discard(key)
-            place = SEQUENCE.pack(self.counters.next_sequence)
-            rows[key] = RecordRow(
-                self.counters.next_sequence, sealed.charged_bytes, False, tenant, slot, sealed.header, parent
-            )
-            self.counters.next_sequence += 1
-            places.append((place, _place_row(place, tenant, key)))
+        for sequence, (sealed, blob, slot) in enumerate(records, counters.next_sequence):
+            key, header, payload, charged_bytes = sealed
+            tenant, place = blob.tenant or NO_TENANT, SEQUENCE.pack(sequence)
+            row = packed_row(key, sequence, charged_bytes, key in marked, tenant, slot, header, blob.parent)
+            rows.append((key, row))
+            entry = tenant + key
+            places.append((place, entry + digest_of(place + entry)))  # as `_place_row` does
             if tenant != NO_TENANT:
                 owned.append((tenant + place, key))
-                self._charge(tenant, sealed.charged_bytes)
-            if parent in rows:
-                rows[parent] = rows[parent]._replace(is_marked=True)
-            elif parent and parent not in coming:
-                parents.add(parent)
-            self.counters.stored_bytes += sealed.charged_bytes
-            self._num_written += sealed.payload.nbytes
-        self.mark(parents)
-        self.counters.num_records += len(rows)
-        self._put_all(self._tables.records, [(key, row.pack(key)) for key, row in sorted(rows.items())])
-        self._put_all(self._tables.owned, owned)
+                self._charge(tenant, charged_bytes)
+            counters.stored_bytes += charged_bytes
+            self._num_written += payload.nbytes
+        counters.next_sequence += len(rows)
+        counters.num_records += len(rows)
+        rows.sort()
+        self._put_all(self._tables.records, rows)
+        if owned:
+            self._put_all(self._tables.owned, owned)
         with self._txn.cursor(db=self._tables.order) as cursor:
             _, num_added = cursor.putmulti(places, append=True)
         if num_added != len(places):
@@ -213,7 +222,16 @@ class Change:
     def forget(self, key: bytes) -> bool:
         """Delete the record of *key*. Returns False if there is none."""
         rows = self._rows_of([key])
-        self._remove(rows)
+        self._drop(
+            {
+                key: (
+                    SEQUENCE.pack(row.sequence),
+                    row.tenant,
+                    OldRow(row.charged_bytes, row.is_marked, *row.slot),
+                )
+                for key, row in rows.items()
+            }
+        )
         return bool(rows)
 
     def evict(self, limit_bytes: int, limit: int) -> list[bytes]:
@@ -292,28 +310,31 @@ class Change:
             page = self._oldest(tenant, after, min(max(_MIN_ROWS, likely + 1), _MAX_ROWS, limit - len(evicted)))
             if not page:
                 raise lmdb.CorruptedError("the counters claim more stored bytes than all records have")
-            rows = self._rows_of(key for _, _, key in page)
-            gone: dict[bytes, RecordRow] = {}
+            with self._txn.cursor(db=self._tables.records) as cursor:
+                packed_rows = dict(cursor.getmulti([key for _, _, key in page]))
+            marked: set[bytes] = set()  # parents in the page that a skipped record has marked
+            gone: dict[bytes, tuple[bytes, bytes, OldRow]] = {}
             for position, owner, key in page:
                 if excess <= 0:
                     break
-                after = (b"" if tenant == NO_TENANT else tenant) + position + b"\0"
-                row = rows.get(key)
-                if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
+                after = position if tenant == NO_TENANT else tenant + position
+                packed = packed_rows.get(key)
+                if packed is None:
                     raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
-                if not row.is_marked:
-                    gone[key] = row
-                    self._count_out(row)
-                    excess -= row.charged_bytes
+                old = OldRow.unpack(key, packed, position, owner)
+                if not old.is_marked and key not in marked:
+                    gone[key] = position, owner, old
+                    excess -= old.charged_bytes
                 elif not self._num_chances_left:  # this transaction may skip no more marked records
-                    self._delete(gone)
+                    self._drop(gone)
                     return evicted + list(gone)
                 else:
                     self._num_chances_left -= 1
+                    row = RecordRow.unpack(key, packed)
                     self._renew(key, row)
-                    if row.parent in rows:
-                        rows[row.parent] = rows[row.parent]._replace(is_marked=True)
-            self._delete(gone)
+                    marked.add(row.parent)
+            after += b"\0"
+            self._drop(gone)
             evicted += gone
         return evicted
 
@@ -324,7 +345,8 @@ class Change:
         """
         is_all = tenant == NO_TENANT
         with self._txn.cursor(db=self._tables.order if is_all else self._tables.owned) as cursor:
-            rows = list(ascending(islice(cursor, limit), after)) if cursor.set_range(after) else []
+            rows = list(islice(cursor, limit)) if cursor.set_range(after) else []
+        check_ascending([place for place, _ in rows], after)
         if is_all:
             found = [(place, verified(place, row)) for place, row in rows]
             page = [(place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]) for place, owned in found]
@@ -340,23 +362,23 @@ class Change:
         with self._txn.cursor(db=self._tables.records) as cursor:
             return {key: RecordRow.unpack(key, packed) for key, packed in cursor.getmulti(valid)}
 
-    def _remove(self, rows: Mapping[bytes, RecordRow]) -> None:
-        """Delete the records of *rows* (by key), free their slots, and count them out."""
-        for row in rows.values():
-            self._count_out(row)
-        self._delete(rows)
+    def _drop(self, rows: Mapping[bytes, tuple[bytes, bytes, OldRow]]) -> None:
+        """Delete records from all tables, free their slots, and count them out.
 
-    def _count_out(self, row: RecordRow) -> None:
-        self.counters.num_records -= 1
-        self.counters.stored_bytes -= row.charged_bytes
-        self._charge(row.tenant, -row.charged_bytes)
-
-    def _delete(self, rows: Mapping[bytes, RecordRow]) -> None:
-        """Delete the records of *rows* (by key) from all tables, and free their slots."""
-        for key, row in rows.items():
-            self._txn.delete(key, db=self._tables.records)
-            self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
-            self._freed[row.slot.num_bytes].append(row.slot.number)
+        *rows* has for each key the record's place in the eviction order, its tenant and its row.
+        """
+        delete, records, order = self._txn.delete, self._tables.records, self._tables.order
+        num_bytes = 0
+        for key, (position, owner, (charged_bytes, _, slot_bytes, slot_number)) in rows.items():
+            delete(key, b"", records)
+            delete(position, b"", order)
+            if owner != NO_TENANT:
+                delete(owner + position, b"", self._tables.owned)
+                self._charge(owner, -charged_bytes)
+            self._freed[slot_bytes].append(slot_number)
+            num_bytes += charged_bytes
+        self.counters.num_records -= len(rows)
+        self.counters.stored_bytes -= num_bytes
 
     def _leave_place(self, position: bytes, owner: bytes) -> None:
         self._txn.delete(position, db=self._tables.order)

@@ -52,10 +52,10 @@ class ReservedSlots:
         """
         found: list[ReservedSlot] = []
         for change, numbers in tables.free_numbers(txn, num_bytes, usable_before):
-            slots = [Slot(num_bytes, number) for number in numbers]
-            found += [ReservedSlot(slot, change) for slot in slots if slot not in self._slots]
-            if len(found) >= num_slots:
-                return found[:num_slots]
+            slots = (slot for number in numbers if (slot := Slot(num_bytes, number)) not in self._slots)
+            found += [ReservedSlot(slot, change) for slot in islice(slots, num_slots - len(found))]
+            if len(found) == num_slots:
+                return found
         new = islice(self._new(tables, txn, num_bytes), num_slots - len(found))
         return found + [ReservedSlot(slot, None) for slot in new]
 

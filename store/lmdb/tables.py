@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, starmap
+from operator import lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,9 +176,49 @@ class RecordRow(NamedTuple):
 
     def pack(self, key: bytes) -> bytes:
         """Return the bytes that LMDB stores at *key*: this row, and a checksum of *key* and row."""
-        sequence, charged, is_marked, tenant, slot, header, parent = self
-        row = _ROW.pack(sequence, charged, is_marked, tenant, *slot) + header + parent
-        return row + xxhash.xxh3_64_digest(key + row)
+        return packed_row(key, *self)
+
+
+def packed_row(
+    key: bytes,
+    sequence: int,
+    charged_bytes: int,
+    is_marked: bool,
+    tenant: bytes,
+    slot: Slot,
+    header: bytes,
+    parent: bytes,
+) -> bytes:
+    """Return the row at *key* with these fields, as `RecordRow.pack` does, but without making a `RecordRow`."""
+    row = _ROW.pack(sequence, charged_bytes, is_marked, tenant, *slot) + header + parent
+    return row + xxhash.xxh3_64_digest(key + row)
+
+
+class OldRow(NamedTuple):
+    """The fields of a record's row that decide about its eviction."""
+
+    charged_bytes: int
+    is_marked: bool
+    slot_bytes: int
+    slot_number: int
+
+    @classmethod
+    def unpack(cls, key: bytes, packed: bytes, place: bytes, tenant: bytes) -> "OldRow":
+        """Unpack the row at *key*, which the eviction order names at *place* for *tenant*.
+
+        Takes half the time of `RecordRow.unpack`. Raises CorruptedError if the row does not match.
+        """
+        row = packed[:-_CHECKSUM_BYTES]
+        if packed[-_CHECKSUM_BYTES:] != xxhash.xxh3_64_digest(key + row):  # as `verified` does
+            raise lmdb.CorruptedError(_WRONG_CHECKSUM)
+        if len(row) < _ROW_BYTES or not row.startswith(place):  # a row begins with its sequence number
+            raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
+        _, charged_bytes, is_marked, owner, slot_bytes, slot_number = _ROW.unpack_from(row)
+        if owner != tenant:
+            raise lmdb.CorruptedError("an entry of the eviction order does not match its record")
+        if slot_bytes == 0 or slot_bytes % PAGE_BYTES or (slot_number + 1) * slot_bytes >> 62:
+            plausible(Slot(slot_bytes, slot_number))  # raises
+        return cls(charged_bytes, is_marked, slot_bytes, slot_number)
 
 
 def free_rows(num_bytes: int, change: int, numbers: Sequence[int]) -> Iterator[tuple[bytes, bytes]]:
@@ -564,6 +605,12 @@ def _take_room(path: Path, num_bytes: int) -> None:
         os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
+
+
+def check_ascending(keys: Sequence[bytes], start: bytes = b"") -> None:
+    """Raise CorruptedError unless *keys* ascend from *start*, as `ascending` does."""
+    if keys and (keys[0] < start or not all(map(lt, keys, keys[1:]))):
+        raise lmdb.CorruptedError("the keys of a table are out of order")
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:

@@ -5,15 +5,15 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import itemgetter
 from typing import NamedTuple
 
 from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
-from kvtier.store.codec.codec import Codec
+from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal
+from kvtier.store.codec.seal import Sealed, charged_bytes, check_fits, max_charged_bytes, seal_all
 from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
@@ -64,7 +64,8 @@ class InFlight:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._changed = threading.Condition()  # guards `_num_bytes`
+        self._changed = threading.Condition()  # guards `_num_bytes` and `num_puts`
+        self.num_puts = 0
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[None]:
@@ -75,11 +76,13 @@ class InFlight:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes)
             self._num_bytes += num_bytes
+            self.num_puts += 1
         try:
             yield
         finally:
             with self._changed:
                 self._num_bytes -= num_bytes
+                self.num_puts -= 1
                 self._changed.notify_all()
 
 
@@ -115,6 +118,11 @@ class LmdbWriter:
         self._max_bytes = data_file.part_bytes(files.capacity_bytes)
         self._in_flight = InFlight(2 * self._max_bytes)
         self._group = GroupCommit(files.writer, self._max_bytes, self._enter)
+        # A put of plain blocks prepares its write with the writer's lock. Each call of LMDB releases the GIL, so a
+        # thread that waited for the GIL instead would be woken up at every one of these calls. Encoding needs no lock.
+        self._preparing: AbstractContextManager[object] = (
+            files.writer if codec is NO_CODEC and cipher is None else nullcontext()
+        )
 
     def fit_capacity(self) -> None:
         """Evict the records that exceed the capacity, if the store was opened with a lower one than before.
@@ -187,7 +195,7 @@ class LmdbWriter:
 
         Returns all evicted keys that no put has returned yet.
         """
-        num_bytes = sum(max_charged_bytes(blob, self._cipher) for blob in part)
+        num_bytes = max_charged_bytes(part, self._cipher)
         with self._in_flight.writing(num_bytes):
             num_full = 0
             for _ in range(_MAX_TRIES):
@@ -212,30 +220,39 @@ class LmdbWriter:
 
         Raises `_Vanished` if a record of *part* was evicted meanwhile.
         """
-        unique = {blob.key: blob for blob in part}.values()
-        with self._files.reading() as txn:
-            there = self._files.tables.has(txn, [blob.key for blob in unique])
-        new = [blob for blob in unique if blob.key not in there]
-        sealed = [seal(blob, self._codec, self._cipher) for blob in new]
-        with self._files.writer:
-            self.room.grow_back()
-            limit_bytes = self.room.slab_limit(self._files.slot_bytes)
-            places = self._files.reserve([slot_bytes(one.payload.nbytes) for one in sealed], limit_bytes)
+        unique = {blob.key: blob for blob in part}
+        with self._preparing:
+            with self._files.reading() as txn:
+                there = self._files.tables.has(txn, unique)
+            new = [blob for key, blob in unique.items() if key not in there]
+            sealed = seal_all(new, self._codec, self._cipher)
+            with self._files.writer:
+                self.room.grow_back()
+                limit_bytes = self.room.slab_limit(self._files.slot_bytes)
+                places = self._files.reserve([slot_bytes(one.payload.nbytes) for one in sealed], limit_bytes)
         try:
             self._write([place.slot for place in places], [one.payload for one in sealed])
-            written = {one.key: (one, place) for one, place in zip(sealed, places, strict=True)}
-            return self._group.put(
-                [WrittenBlob(blob, *written.get(blob.key, (None, None))) for blob in unique], num_bytes
-            )
+            written = list(map(WrittenBlob, new, sealed, places))
+            if there:  # in the order of *part*
+                by_key = {one.key: one for one in written}
+                written = [by_key.get(key) or WrittenBlob(blob, None, None) for key, blob in unique.items()]
+            return self._group.put(written, num_bytes)
         finally:
             self._files.release(places)
 
     def _write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
-        """Write each value to its slot, with several threads if there are many bytes in several runs of slots."""
-        if not slots:
+        """Write each value to its slot, with several threads if there are many bytes in several runs of slots.
+
+        Puts that write at the same time share the threads, because handing over work costs processor time.
+        """
+        num_shares = min(NUM_WRITERS // max(1, self._in_flight.num_puts), len(slots))
+        if num_shares <= 1:
+            if slots:
+                with self._files.using():
+                    self._files.slabs.write(slots, values)
             return
         pairs = sorted(zip(slots, values, strict=True), key=itemgetter(0))
-        num_shares = min(NUM_WRITERS, sum(slot.num_bytes for slot in slots) // _SHARE_BYTES, len(pairs))
+        num_shares = min(num_shares, sum(slot.num_bytes for slot in slots) // _SHARE_BYTES)
         if num_shares > 1 and self._files.slabs.writes is DiskWrites.DIRECT:
             # One call for a whole run of neighbouring slots keeps a drive busy, and costs less than a call per thread.
             num_shares = min(num_shares, num_runs([slot for slot, _ in pairs]))
@@ -271,24 +288,25 @@ class LmdbWriter:
         syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], list[ReservedSlot], set[bytes]]:
-            new = [unique[blob.key] for blob in _mark(change, [one.blob for one in unique.values()])]
             records, places = list[NewRecord](), list[ReservedSlot]()
             # Evict before adding, so that the new records are newer than the records skipped for them.
             new_bytes: Counter[bytes] = Counter()
-            for blob, sealed, place in new:
+            for blob in _mark(change, [one.blob for one in unique.values()]):
+                _, sealed, place = unique[blob.key]
                 if sealed is None or place is None:
                     raise _Vanished
                 new_bytes[blob.tenant] += sealed.charged_bytes
-                records.append(NewRecord(sealed, blob, place.slot))
+                records.append((sealed, blob, place.slot))
                 places.append(place)
+            new = [sealed.key for sealed, _, _ in records]
             evicted = self._evict(change, new_bytes, limit)
             if self._durability is Durability.COMMIT:  # during the commit: digests show whether a payload is complete
                 syncing.append(self._syncer.submit(self._files.slabs.sync))
             change.take(places)
             change.add(records)
-            change.verify_lookups(one.key for one in new)
+            change.verify_lookups(new)
             evicted += self._evict(change, dict.fromkeys(new_bytes, 0), limit - len(evicted))
-            return evicted, places, {one.key for one in new}
+            return evicted, places, set(new)
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
         for _ in range(_MAX_TRIES):
@@ -337,7 +355,7 @@ class LmdbWriter:
                 # Mark again in each change, because an eviction that skips a record removes its mark. Otherwise a
                 # record could be evicted to make room for its own child block.
                 for blob in _mark(change, group):
-                    new_bytes[blob.tenant] += max_charged_bytes(blob, self._cipher)
+                    new_bytes[blob.tenant] += max_charged_bytes([blob], self._cipher)
                 try:
                     evicted, is_done = self._evict(change, new_bytes, MAX_EVICTED), True
                 except _StillTooMuch as too_much:
@@ -389,6 +407,9 @@ def _mark(change: Change, group: Collection[Blob]) -> list[Blob]:
 
 def _parts(blobs: Sequence[Blob], max_bytes: int) -> Iterator[list[Blob]]:
     """Split *blobs* into consecutive parts of at most *max_bytes* each. A larger blob is a part by itself."""
+    if max_charged_bytes(blobs) <= max_bytes:  # the rule
+        yield list(blobs)
+        return
     part: list[Blob] = []
     num_bytes = 0
     for blob in blobs:
