@@ -9,6 +9,8 @@ import torch
 
 from kvtier.connectors.page_moves import copy_pages
 
+CASES = [(1 << 17, 0), (1 << 20, 0), (1 << 20, 3)]
+# torch is imported once. Each case is a forked process, because torch starts its threads only once.
 NUM_THREADS = """
 import os, torch
 from kvtier.connectors.page_moves import copy_pages
@@ -16,12 +18,17 @@ from kvtier.connectors.page_moves import copy_pages
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 
-pages, rows = (torch.empty(4, {page_bytes} + {offset}, dtype=torch.uint8)[:, {offset}:] for _ in range(2))
-before = num_threads()
-copy_pages(list(rows), list(pages))
-after = num_threads()
-torch._foreach_copy_(list(rows), list(pages))
-print(after - before, num_threads() - after)
+for page_bytes, offset in {cases}:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    pages, rows = (torch.empty(4, page_bytes + offset, dtype=torch.uint8)[:, offset:] for _ in range(2))
+    before = num_threads()
+    copy_pages(list(rows), list(pages))
+    after = num_threads()
+    torch._foreach_copy_(list(rows), list(pages))
+    print(after - before, num_threads() - after, flush=True)
+    os._exit(0)
 """
 
 
@@ -42,18 +49,18 @@ def test_as_many_targets_as_sources_are_wanted() -> None:
         copy_pages([torch.zeros(1, dtype=torch.uint8)], [torch.zeros(1, dtype=torch.uint8)] * 2)
 
 
-@pytest.mark.parametrize(("page_bytes", "offset"), [(1 << 17, 0), (1 << 20, 0), (1 << 20, 3)])
-def test_no_other_thread_copies(page_bytes: int, offset: int) -> None:
+def test_no_other_thread_copies() -> None:
     """torch starts its threads with the first copy that they share. The second number shows that it would have."""
-    program = NUM_THREADS.format(page_bytes=page_bytes, offset=offset)
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", NUM_THREADS.format(cases=CASES)],
         env={**os.environ, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
         check=True,
     )
 
-    started, started_by_torch = map(int, done.stdout.split())
-    assert started == 0
-    assert started_by_torch > 0
+    started = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(started) == len(CASES)
+    for by_copy_pages, by_torch in started:
+        assert by_copy_pages == 0
+        assert by_torch > 0

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from kvtier import KVTierCache
+from kvtier.connectors.transformers_cache import cache as cache_module
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
 from kvtier.connectors.transformers_cache.row_layout import RowLayout
 
@@ -348,7 +349,10 @@ def test_scaled_rope_is_served(tmp_path: Path) -> None:
         assert_equal(ask(cache, model, prompt_of(1)), plain(model, prompt_of(1)))
 
 
-def test_a_folder_that_another_cache_has_open_is_left_alone(tmp_path: Path, model: PreTrainedModel) -> None:
+def test_a_folder_that_another_cache_has_open_is_left_alone(
+    tmp_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "INDEXED_WAIT_S", 0.0)  # the folder stays in use for all of the wait
     with opened(tmp_path, model) as first:
         ask(first, model, prompt_of(1))
         with opened(tmp_path, model) as second:
