@@ -10,7 +10,7 @@ from kvtier.sidecar.extents import Extents
 from kvtier.sidecar.layout import Layout, SlotMemory
 from kvtier.sidecar.shared_store import StoreView
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
-from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.lower.local_tiers import LocalFetch, LocalTiers
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places, ReadPriority, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
@@ -30,6 +30,7 @@ class LeasedSlots:
         self._tiers = tiers
         self._memory = memory
         self._pool = tiers.index.host[group_id].pool
+        self._drained: dict[int, Ids] = {}  # slots taken so far, by extent that is being drained
         is_empty = tiers.withdraw(group_id, np.arange(memory.num_host_slots))
         assert is_empty, "new tiers already have blocks"
 
@@ -47,6 +48,27 @@ class LeasedSlots:
     def oldest_extent(self) -> int | None:
         oldest = self._pool.order.oldest(1)
         return self._memory.extents_of(oldest[:1])[0] if len(oldest) else None
+
+    @property
+    def num_drained(self) -> int:
+        """Number of slots that `drain` has emptied so far, in extents that still belong to this group."""
+        return sum(map(len, self._drained.values()))
+
+    def num_leased(self, extent: int) -> int:
+        return self._pool.num_leased(self._memory.slots_of(extent))
+
+    def drain(self, extent: int) -> bool:
+        slots = self._memory.slots_of(extent)
+        drained = self._drained.get(extent, NOTHING)
+        drained = np.append(drained, self._tiers.withdraw_idle(self._group_id, np.setdiff1d(slots, drained)))
+        self._drained[extent] = drained
+        if len(drained) < len(slots):
+            return False
+        del self._drained[extent]
+        return True
+
+    def end_drain(self, extent: int) -> None:
+        self._tiers.abandon(self._group_id, self._drained.pop(extent, NOTHING))
 
 
 class LayoutTiers:
@@ -195,8 +217,8 @@ class LayoutTiers:
         """Number of chunks leased now plus number of slots reserved now, in all groups together."""
         pools = [host.pool for host in self.tiers.index.host]
         return sum(
-            pool.num_leases - (memory.num_host_slots - self.num_slots(group_id))
-            for group_id, (pool, memory) in enumerate(zip(pools, self.memories, strict=True))
+            pool.num_leases - (memory.num_host_slots - self.num_slots(group_id)) - held.num_drained
+            for group_id, (pool, memory, held) in enumerate(zip(pools, self.memories, self._held, strict=True))
         )
 
     @property

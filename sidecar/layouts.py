@@ -150,10 +150,14 @@ class Layouts:
             self.explainer.close()
 
     def poll(self) -> None:
-        """Advance reads and writes in flight, start copies to disk, and end leases of clients that can copy no more."""
+        """Advance reads and writes in flight, start copies to disk, and end leases of clients that can copy no more.
+
+        Give empty parts of host memory to layouts that wait for one.
+        """
         self.quarantine.poll()
         for layout_tiers in self:
             layout_tiers.poll()
+        self.extents.poll()
 
     @property
     def num_unsaved(self) -> int:

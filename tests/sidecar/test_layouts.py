@@ -13,6 +13,7 @@ from kvtier.sidecar.layout import LayoutRefused
 from kvtier.sidecar.lmcache import chunk_part
 from kvtier.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.tier import EvictionCause
 
 PER_EXTENT = EXTENT_BYTES // 4096  # chunks of 4 KiB
@@ -105,6 +106,57 @@ def test_an_extent_with_a_leased_chunk_is_not_taken(bed: LayoutBed) -> None:
     slots = new.reserve(0, 1)
     assert len(slots) == 1
     new.tiers.abandon(0, np.array(slots, np.intp))
+
+
+def test_a_layout_without_memory_gets_an_extent_although_each_extent_has_a_lease_at_all_times(bed: LayoutBed) -> None:
+    busy, new = bed.layouts.open(layout("busy")), bed.layouts.open(layout("new"))
+    for document in range(4 * PER_EXTENT):
+        bed.put(busy, document, 1)
+    leased: list[Fetch] = []
+    got: list[int] = []
+    for turn in range(3 * PER_EXTENT):  # one chunk of each extent is leased, the next one before the last is released
+        next_ones = [bed.fetch(busy, extent * PER_EXTENT + turn % PER_EXTENT, 1) for extent in range(4)]
+        for fetch in leased:
+            bed.release(fetch)
+        leased = next_ones
+        got = new.reserve(0, 1)
+        if got:
+            break
+
+    assert len(got) == 1
+    assert bed.held([busy, new]) == [3, 1]
+    assert busy.num_leased == 3
+    for fetch in leased:
+        bed.release(fetch)
+    assert len(bed.get(busy, 0, 1) + bed.get(busy, PER_EXTENT, 1) + bed.get(busy, 2 * PER_EXTENT, 1)) >= 2
+    new.tiers.abandon(0, np.array(got, np.intp))
+
+
+def test_an_extent_that_is_emptied_for_a_layout_is_kept_if_another_extent_is_free_before(bed: LayoutBed) -> None:
+    busy, new = bed.layouts.open(layout("busy")), bed.layouts.open(layout("new"))
+    for document in range(4 * PER_EXTENT):
+        bed.put(busy, document, 1)
+    more = [bed.fetch(busy, extent * PER_EXTENT + 1, 1) for extent in range(3)]
+    held = [bed.fetch(busy, extent * PER_EXTENT, 1) for extent in range(4)]
+    assert new.reserve(0, 1) == []
+    bed.settle()
+    assert busy.num_leased == 7
+    idle = [bed.get(busy, extent * PER_EXTENT + 2, 1) for extent in range(4)]
+    assert idle == [[0], [0], [0], []]  # the extent with the fewest leases is emptied, but for one slot
+    for fetch in [held[1], more[1]]:
+        bed.release(fetch)
+
+    got = new.reserve(0, 1)
+
+    assert len(got) == 1
+    assert bed.held([busy, new]) == [3, 1]
+    for fetch in [held[0], held[2], held[3], more[0], more[2]]:
+        bed.release(fetch)
+    assert busy.num_leased == 0
+    slots = busy.reserve(0, 3 * PER_EXTENT)
+    assert len(slots) == 3 * PER_EXTENT
+    busy.tiers.abandon(0, np.array(slots, np.intp))
+    new.tiers.abandon(0, np.array(got, np.intp))
 
 
 def test_an_extent_goes_once_its_chunks_are_on_disk_and_as_many_come_back_as_there_is_memory_for(

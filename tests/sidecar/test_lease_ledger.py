@@ -79,6 +79,8 @@ def test_extents_with_leases_at_the_end_are_left_out_for_good(left: int) -> None
 class Holder:
     """Takes what it gets, and gives nothing back."""
 
+    num_blank = 0
+
     def __init__(self) -> None:
         self.extents: list[int] = []
 
@@ -90,6 +92,15 @@ class Holder:
 
     def oldest_extent(self) -> int | None:
         return None
+
+    def num_leased(self, extent: int) -> int:
+        return 0
+
+    def drain(self, extent: int) -> bool:
+        return False
+
+    def end_drain(self, extent: int) -> None:
+        raise AssertionError("there is one holder")
 
 
 def test_what_clients_have_leased_is_in_the_ledger_and_pins_are_not() -> None:

@@ -264,6 +264,11 @@ class BlockPool:
         """Return whether the slot has no lease."""
         return self._leases[slot] == 0
 
+    def are_leased(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return for each slot whether it is leased."""
+        leased: npt.NDArray[np.bool_] = self._all_leases[slots] > 0
+        return leased
+
     def num_leased(self, slots: npt.NDArray[np.integer[Any]]) -> int:
         """Return how many of the slots are leased."""
         return int(np.count_nonzero(self._all_leases[slots]))

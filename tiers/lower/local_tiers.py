@@ -563,6 +563,17 @@ class LocalTiers:
         self._reserved[group_id] += len(slots)
         return True
 
+    def withdraw_idle(self, group_id: int, slots: Ids) -> Ids:
+        """Withdraw those of the slots for which `withdraw` would succeed. Return these slots."""
+        host = self.index.host[group_id]
+        is_idle = ~host.pool.are_leased(slots)
+        if not self.index.disk.is_failing:
+            is_idle &= ~host.dirty.among(slots)
+        idle = slots[is_idle]
+        if len(idle):
+            self.withdraw(group_id, idle)
+        return idle
+
     def publish(
         self, group_id: int, slots: Ids, rows: Sequence[NamedSpan], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:

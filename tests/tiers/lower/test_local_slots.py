@@ -77,6 +77,27 @@ def test_a_leased_slot_is_not_withdrawn_and_nothing_has_changed(bed: LocalBed) -
     assert bed.tiers.withdraw(0, slots(*held))
 
 
+def test_only_idle_slots_are_withdrawn_without_leased_blocks_and_those_that_are_not_on_disk_yet(bed: LocalBed) -> None:
+    bed.put("a", 3)
+    for _ in range(4):
+        bed.tiers.hints.spill()
+        bed.settle()
+    bed.put("b", 2)
+    fetch = bed.fetch("a", 1)
+    leased, *idle = bed.find("a", 3)
+    unsaved = bed.find("b", 2)
+    blank = next(slot for slot in range(NUM_SLOTS) if slot not in (leased, *idle, *unsaved))
+
+    withdrawn = bed.tiers.withdraw_idle(0, slots(leased, *idle, *unsaved, blank))
+
+    assert sorted(withdrawn) == sorted([*idle, blank])
+    assert bed.find("a", 3) == [leased, ON_DISK, ON_DISK]
+    assert bed.find("b", 2) == unsaved
+    fetch.release([0])
+    assert bed.tiers.withdraw_idle(0, slots(leased)).tolist() == [leased]
+    bed.tiers.status.check()
+
+
 def test_all_is_forgotten_at_once_and_its_records_go_beside_everything_else(bed: LocalBed) -> None:
     bed.push_to_disk("a", 3)
     bed.put("b", 3)
