@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.store.blocks import Slots
 from kvtier.store.blob_store import BlobStore
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.process.channel import SharedMemory
@@ -24,12 +25,19 @@ class Kind(StrEnum):
 
 
 # THE STORE UNDER TEST: all of bench/store/ opens its stores here.
-def open_store(kind: Kind, level: Durability, folder: Path, capacity_bytes: int, slots: Slots) -> BlobStore:
+def open_store(
+    kind: Kind,
+    level: Durability,
+    folder: Path,
+    capacity_bytes: int,
+    slots: Slots,
+    writes: DiskWrites = DiskWrites.DIRECT,
+) -> BlobStore:
     """Open the store in *folder*. All blocks that are put or read lie in *slots*."""
     if kind is Kind.INLINE:
-        return LmdbStore(folder, capacity_bytes, durability=level)
+        return LmdbStore(folder, capacity_bytes, durability=level, writes=writes)
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the engine does
-    settings = StoreSettings(folder, capacity_bytes, durability=level)
+    settings = StoreSettings(folder, capacity_bytes, durability=level, writes=writes)
     store = StoreProcess(settings, [SharedMemory(slots.fd, slots.address, slots.num_bytes)])
     store.open()
     time.sleep(WARM_S)

@@ -4,9 +4,11 @@ Each round moves 32 MiB of blocks from or to shared memory, every store in turn,
 and ratios are medians of the ratios within the rounds. CPU seconds are of the whole process tree: writing back what the
 page cache holds is the kernel's own work, and in no figure. kvtier's store is in a process of its own, at its capacity:
 it evicts as much as it stores. The benchmark writes to it like the tiers: 8 MiB a call, three calls at a time. The time
-includes computing the digests, and every load is verified. "Raw" is one file, overwritten. "Files" is one file per
-block, by 8 threads through the page cache. LMCache's `fs` and `fs_native` and Lifeboat Cache are L2 adapters of LMCache
-in a process of their own; LMCache's never evict, so their files are deleted outside the time that counts.
+includes computing the digests, and every load is verified. "kvtier" writes past the page cache, as below host memory.
+"kvtier, buffered" writes through it, as below LMCache (`disk.writes`), and is compared with the stores that do so too.
+"Raw" is one file, overwritten. "Files" is one file per block, by 8 threads through the page cache. LMCache's `fs` and
+`fs_native` and Lifeboat Cache are L2 adapters of LMCache in a process of their own; LMCache's never evict, so their
+files are deleted outside the time that counts.
 
 Lifeboat Cache is proprietary and no package of ours requires it: `pip install --no-deps --target FOLDER lifeboatcache`,
 and give the folder as --lifeboat. Without it, its rows promise nothing.
@@ -35,16 +37,18 @@ from foreign.told_script import ToldScript
 from bench.report import Row, publish
 from bench.rounds import GIB, KIB, MIB, Choice, Work, at_least, at_most, in_words
 from bench.store.bed import WRITERS
-from bench.store.blocks import BATCH_BYTES, Blocks, NewBlocks, Slots
+from bench.store.blocks import BATCH_BYTES, Batch, Blocks, NewBlocks, Slots
 from bench.store.flush import HostTier
 from bench.store.ground import DIRECT_WRITERS, QUEUE_DEPTH, RawFile, drop_files, note, store_arguments, working_folder
 from bench.store.kinds import Kind, open_store
 from bench.store.store_peers import FilePerBlock
+from kvtier.store.disk_writes import DiskWrites
 from kvtier.store.durability import Durability
 from kvtier.store.process.store_process import StoreProcess
 
 ROUND_BYTES = 32 * MIB
 FILE_THREADS = 8
+BUFFERED = "kvtier, buffered"
 OURS, RAW, FILES, LIFEBOAT = "kvtier", f"raw O_DIRECT, {DIRECT_WRITERS} threads", "files", "Lifeboat Cache"
 RAW_READ, RAW_CACHED = f"raw O_DIRECT, {QUEUE_DEPTH} threads", "raw preadv"
 FS, NATIVE, NATIVE_DIRECT = "LMCache fs", "LMCache fs_native", "LMCache fs_native, O_DIRECT"
@@ -56,6 +60,7 @@ STORE_TARGETS: Mapping[str, Callable[[int], float]] = {  # how many times as fas
     NATIVE_DIRECT: lambda _: 0.8,
     LIFEBOAT: lambda _: 5,
 }
+BUFFERED_TARGETS = {other: STORE_TARGETS[other] for other in (FILES, FS, NATIVE, LIFEBOAT)}
 MAX_STORE_CPU, MAX_LOAD_CPU = 0.3, 0.25  # seconds per GB
 
 
@@ -113,7 +118,7 @@ def raced(turns: Mapping[str, Turn], num_rounds: int) -> dict[str, list[Took]]:
 
 
 class Stores:
-    """kvtier's store, a raw file and one file per block, each with a capacity of `sizes.capacity_bytes` and full."""
+    """kvtier's store in both modes, a raw file and one file per block, each of `sizes.capacity_bytes` and full."""
 
     def __init__(self, folder: Path, block_bytes: int, sizes: Sizes, slots: Slots) -> None:
         self._sizes, self._slots, self._block_bytes = sizes, slots, block_bytes
@@ -125,29 +130,33 @@ class Stores:
         self._pool = ThreadPoolExecutor(WRITERS)
         self._raw = RawFile(self._folder / "raw", sizes.capacity_bytes, slots)
         self._files = FilePerBlock(folder / FILES, sizes.capacity_bytes, FILE_THREADS)
-        store = open_store(Kind.CHILD, Durability.PROCESS, self._folder / "store", sizes.capacity_bytes, slots)
-        assert isinstance(store, StoreProcess)
-        self._store = store
+        self._store = self._opened(self._folder / "store", DiskWrites.DIRECT)
+        self._buffered = self._opened(folder / "buffered", DiskWrites.BUFFERED)
         # The keys of the newest batches, with their digests. The store has more than these.
         self._held: deque[list[tuple[bytes, bytes]]] = deque(maxlen=max(1, sizes.capacity_bytes // ROUND_BYTES // 2))
         for _ in range(0, 3 * sizes.capacity_bytes, ROUND_BYTES):
             self.store()
+            self.store_buffered()
             self.store_raw()
         for _ in range(0, sizes.capacity_bytes * 5 // 4, ROUND_BYTES):
             self.store_files()
 
     def close(self) -> None:
         self._store.close()
+        self._buffered.close()
         self._raw.close()
         self._files.close()
         self._pool.shutdown()
 
     def store(self) -> Took:
         """Compute the digests of new blocks, and store them."""
-        batches = [self._new.batch() for _ in range(ROUND_BYTES // BATCH_BYTES)]
-        took = timed(lambda: list(self._pool.map(lambda batch: batch.put(self._store, WRITERS), batches)), self._pid())
+        batches, took = self._store_in(self._store)
         self._held.append([(blob.key, blob.digest) for batch in batches for blob in batch.blobs()[::-1]])
         return took
+
+    def store_buffered(self) -> Took:
+        """Do as `store`, through the page cache."""
+        return self._store_in(self._buffered)[1]
 
     def store_raw(self) -> Took:
         raws = [raw for _ in range(ROUND_BYTES // BATCH_BYTES) for raw in self._new.batch().raws]
@@ -161,7 +170,9 @@ class Stores:
         """Load and verify the blocks of a round, of which the store still has all."""
         held = self._rng.choice(self._held)
         found: list[object] = []
-        took = timed(lambda: found.extend(self._store.read_many([key for key, _ in held], self._outs())), self._pid())
+        took = timed(
+            lambda: found.extend(self._store.read_many([key for key, _ in held], self._outs())), _pid(self._store)
+        )
         assert found == [known for _, known in held], "blocks were not loaded"
         return took
 
@@ -194,9 +205,21 @@ class Stores:
     def _offset(self) -> int:
         return self._rng.randrange(self._sizes.capacity_bytes // ROUND_BYTES) * ROUND_BYTES
 
-    def _pid(self) -> int:
-        assert self._store.pid is not None
-        return self._store.pid
+    def _opened(self, folder: Path, writes: DiskWrites) -> StoreProcess:
+        capacity_bytes = self._sizes.capacity_bytes
+        store = open_store(Kind.CHILD, Durability.PROCESS, folder, capacity_bytes, self._slots, writes)
+        assert isinstance(store, StoreProcess)
+        return store
+
+    def _store_in(self, store: StoreProcess) -> tuple[list[Batch], Took]:
+        batches = [self._new.batch() for _ in range(ROUND_BYTES // BATCH_BYTES)]
+        took = timed(lambda: list(self._pool.map(lambda batch: batch.put(store, WRITERS), batches)), _pid(store))
+        return batches, took
+
+
+def _pid(store: StoreProcess) -> int:
+    assert store.pid is not None
+    return store.pid
 
 
 def peers(folder: Path, lifeboat: Path | None, capacity_bytes: int) -> dict[str, str]:
@@ -262,22 +285,23 @@ def speeds(
     return rows
 
 
-def _times_as_fast(took: Mapping[str, Sequence[Took]], other: str) -> float:
+def _times_as_fast(took: Mapping[str, Sequence[Took]], other: str, ours: str = OURS) -> float:
     return statistics.median(
-        theirs.seconds / ours.seconds for ours, theirs in zip(took[OURS], took[other], strict=True)
+        theirs.seconds / mine.seconds for mine, theirs in zip(took[ours], took[other], strict=True)
     )
 
 
 def store_rows(size: str, block_bytes: int, took: Mapping[str, Sequence[Took]]) -> list[Row]:
-    """Rows of the stores, with kvtier's times as fast as each of them."""
+    """Rows of the stores, with kvtier's times as fast as each of them, and its buffered mode's as those like it."""
     what = f"store, {size}"
     rows = speeds(what, took, MAX_STORE_CPU)
-    for other, target in STORE_TARGETS.items():
-        label = f"{what}: {OURS} / {other}"
-        if other in took:
-            rows.append(at_least(label, _times_as_fast(took, other), target(block_bytes)))
-        else:
-            rows.append(Row(label, 0, "(not installed)", f">= {target(block_bytes):g}", None, varies=True))
+    for ours, targets in ((OURS, STORE_TARGETS), (BUFFERED, BUFFERED_TARGETS)):
+        for other, target in targets.items():
+            label = f"{what}: {ours} / {other}"
+            if other in took:
+                rows.append(at_least(label, _times_as_fast(took, other, ours), target(block_bytes)))
+            else:
+                rows.append(Row(label, 0, "(not installed)", f">= {target(block_bytes):g}", None, varies=True))
     return rows
 
 
@@ -345,7 +369,12 @@ def main() -> None:
                 stores = Stores(place, block_bytes, sizes, slots)
                 stack.callback(stores.close)
                 if choice.has(f"store, {size}"):
-                    turns: dict[str, Turn] = {OURS: stores.store, RAW: stores.store_raw, FILES: stores.store_files}
+                    turns: dict[str, Turn] = {
+                        OURS: stores.store,
+                        BUFFERED: stores.store_buffered,
+                        RAW: stores.store_raw,
+                        FILES: stores.store_files,
+                    }
                     others = stack.enter_context(
                         peer_turns(place / "peers", options.python, lifeboat, sizes, block_bytes)
                     )
