@@ -437,12 +437,14 @@ class Tables:
         """Return the header and the slot of the record of *key*, or None if *key* has no record."""
         return self.all_located(txn, (key,))[0]
 
-    def all_located(self, txn: "lmdb.Transaction[bytes]", keys: Iterable[bytes]) -> list[tuple[bytes, Slot] | None]:
+    def all_located(self, txn: "lmdb.Transaction[bytes]", keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
         """Return the header and the slot of the record of each key, or None if the key has no record."""
+        with txn.cursor(db=self.records) as cursor:
+            rows = dict(cursor.getmulti([key for key in keys if 0 < len(key) <= MAX_KEY_BYTES]))
         found: list[tuple[bytes, Slot] | None] = []
-        get, records, place_of, digest_of = txn.get, self.records, _SLOT_OF_ROW.unpack_from, xxhash.xxh3_64_digest
+        place_of, digest_of = _SLOT_OF_ROW.unpack_from, xxhash.xxh3_64_digest
         for key in keys:
-            packed = get(key, None, records) if 0 < len(key) <= MAX_KEY_BYTES else None
+            packed = rows.get(key)
             if packed is None:
                 found.append(None)
                 continue
