@@ -260,7 +260,7 @@ class Residency:
         if chain is not None and chain.block_size == group.block_size:
             taken = pool.commit(slots, chain.names, start)
         else:
-            taken = pool.commit(slots, names)
+            taken = pool.commit(slots, list(names))
         for place in taken:
             holder = pool.find(names[place])
             assert holder is not None, "a name is taken, but no slot has it"

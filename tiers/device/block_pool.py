@@ -424,7 +424,7 @@ class BlockPool:
         self.order.put_back(free[is_cached])
         self._blank += free[~is_cached].tolist()
 
-    def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
+    def commit(self, slots: Slots, names: list[BlockName], start: int = 0) -> list[int]:
         """Name the blocks in leased slots: the first one gets `names[start]`, the second `names[start + 1]`, and so on.
 
         Returns the indices of the slots that got no name because another slot already has that name. For fast lookups,
@@ -448,6 +448,33 @@ class BlockPool:
                 )
             else:
                 taken.append(place)
+        return taken
+
+    def commit_row(self, slots: Ids, names: list[BlockName], start: int) -> list[int]:
+        """Name the blocks in leased slots: consecutive blocks of a prompt whose other blocks may come later or earlier.
+
+        Unlike `commit`, which is for a prompt whose names are all in one list, this method joins the blocks to those
+        before or after them that are in the pool, for fast lookups. The names of the blocks are `names[start:]`.
+        *start* is 1 if the list begins with the name of the block before them, otherwise 0. The caller must not change
+        the list afterwards.
+
+        Returns the indices of the slots that got no name because another slot already has that name.
+        """
+        wanted = _as_ints(slots)
+        holders = self._slots.give_all(names[start:], wanted)
+        self.num_changes += 1
+        if holders == wanted:
+            self._runs.add_row(self._slots.get(names[0]) if start else None, names, start, slots)
+            return []
+        taken = [place for place, (slot, holder) in enumerate(zip(wanted, holders, strict=True)) if slot != holder]
+        first = 0
+        for end in [*taken, len(wanted)]:
+            if first < end:
+                begin = max(0, start + first - 1)
+                has_parent = start + first > 0
+                before = self._slots.get(names[begin]) if has_parent else None
+                self._runs.add_row(before, names[begin : start + end], int(has_parent), slots[first:end])
+            first = end + 1
         return taken
 
     def evict(self, slots: Slots) -> list[BlockName]:
@@ -564,7 +591,7 @@ class BlockPool:
             self._evicted.clear()
             self._num_unlisted = 0
 
-    def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
+    def _commit_one(self, slot: int, names: list[BlockName], start: int) -> list[int]:
         assert self._leases[slot], "a slot that is not leased cannot be named"
         assert self._spots[slot] == NO_SPOT, "a slot has a name already"
         name = names[start]

@@ -5,6 +5,7 @@
 
 import mmap
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,9 @@ NO_SPOT = -1  # the spot of a slot without a named block
 ALONE = -2  # spots from here downwards belong to slots whose named block is in no run
 PLACE_BITS = 32  # low bits of a spot, which hold the place; the bits above hold the run's id
 PLACES = (1 << PLACE_BITS) - 1  # mask of these bits
+MIDDLE = 1 << 31  # place of the first block of a run that may grow at both ends
+MAX_JOINED = 4096  # blocks of a run that rows are joined to: inserting at its front copies its list of names
+MAX_OPEN = 512  # runs that a row before them can be joined to
 PIECE = 256  # names compared at once
 SHARE = 4  # a run with less than 1/SHARE of its blocks left drops the names of its tail
 NO_PLACE = -1  # the place of a slot that is not in the order
@@ -97,20 +101,28 @@ class Run:
     """Consecutive blocks of a prompt, which were put into the pool one after another.
 
     In *names*, the names of the run's blocks start at index *first*. There may be names of other blocks of the prompt
-    before and after them. The list only grows.
+    before and after them. A list of a caller only grows, at its end. A run of joined rows has a list of its own, which
+    has no names but those of its blocks and of the block before them, and may grow at both ends.
     """
 
-    names: Sequence[BlockName]
+    names: list[BlockName]
     first: int
-    slots: "array[int]"  # [place in the run] slot that the block was put in
+    slots: "array[int]"  # the slots that the blocks were put in
+    base: int = 0  # place of the first block; the others follow. It only changes if blocks are joined before the first
+    is_joined: bool = False  # whether the list of names belongs to the run, so that rows may be joined to it
     num_left: int = 0  # number of blocks that are still in their slots
+
+    @property
+    def offset(self) -> int:
+        """Index in *names* of the block with place 0, if there were one."""
+        return self.first - self.base
 
 
 class Span(NamedTuple):
     """A part `slots[start:end]` of a list of slots. It holds consecutive blocks of a prompt, the last block first.
 
     *run_id* is the id of the `Run` (a record of consecutive blocks of a prompt) that contains these blocks, and *place*
-    is the index of the block of `slots[start]` in it. If a block is in no run, its span contains only this block, and
+    is the place of the block of `slots[start]` in it. If a block is in no run, its span contains only this block, and
     *run_id* is -1 (`NO_SPOT`).
     """
 
@@ -145,8 +157,11 @@ class Runs:
     of a request form one run even if the request computes and commits them in several chunks.
 
     A slot's *spot* is a number: its high bits are the id of the run that the slot's block belongs to, its low bits are
-    the block's index in the run. So consecutive blocks have consecutive spots, and one numpy call writes, compares or
+    the block's place in the run. So consecutive blocks have consecutive spots, and one numpy call writes, compares or
     clears all of them. This is fast even for chunks of only 32 blocks.
+
+    A prompt's blocks come to a lower tier in many short rows, the last row of the prompt first. `add_row` joins each
+    row to the run that it continues, or that continues it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -155,11 +170,13 @@ class Runs:
         self._all_spots = np.frombuffer(self.spots, np.int64) if num_slots else np.empty(0, np.int64)
         self._runs: dict[int, Run] = {}
         self._next = 0
+        # The runs that a row can be joined to at the front, by the name of the block before the run.
+        self._open: OrderedDict[BlockName, int] = OrderedDict()
         self._alone: dict[int, BlockName] = {}  # names of slots that are in no run
         self._next_alone = ALONE
 
     def add(
-        self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
+        self, before: int | None, names: list[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
         """Record that the blocks in *slots* got the names `names[start]`, `names[start + 1]` and so on.
 
@@ -180,6 +197,46 @@ class Runs:
         ids = np.asarray(slots, np.intp)
         self._all_spots[ids] = np.arange(spot, spot + num_slots)
         run.slots.frombytes(ids.astype(np.int32).tobytes())
+
+    def add_row(self, before: int | None, names: list[BlockName], start: int, ids: npt.NDArray[np.intp]) -> None:
+        """Record that the blocks in the slots *ids* got the names `names[start]` and so on, up to the end of the list.
+
+        *start* is 1 if the list begins with the name of the preceding block of the prompt, otherwise 0. *before* is the
+        slot of that block; None if it is not in the pool. The list then belongs to this record.
+        """
+        num_slots, slots = len(ids), array("i", ids.astype(np.int32).tobytes())
+        run_id = self._open.pop(names[-1], NO_SPOT)
+        run = self._runs.get(run_id)
+        if run is not None and len(run.slots) + num_slots <= MAX_JOINED:
+            run.names[: run.first] = names
+            run.slots[:0] = slots
+            run.first, run.base = start, run.base - num_slots
+            spot = (run_id << PLACE_BITS) + run.base
+        elif num_slots == 1 and not start:
+            self.add_alone(int(ids[0]), names[0])
+            return
+        else:
+            last = NO_SPOT if before is None else self.spots[before]
+            run_id, spot = last >> PLACE_BITS, last + 1
+            run = self._runs.get(run_id)
+            if (
+                run is not None
+                and run.is_joined
+                and run.base + len(run.slots) == spot & PLACES
+                and len(run.slots) + num_slots <= MAX_JOINED
+            ):
+                run.names += names[1:]
+                run.slots += slots
+            else:
+                run_id, self._next = self._next, (self._next + 1) % (1 << 31)
+                run = self._runs[run_id] = Run(names, start, slots, MIDDLE, is_joined=True)
+                spot = (run_id << PLACE_BITS) + MIDDLE
+        run.num_left += num_slots
+        self._all_spots[ids] = np.arange(spot, spot + num_slots)
+        if start and before is None:  # the row before this one may come later
+            self._open[names[0]] = run_id
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
 
     def add_alone(self, slot: int, name: BlockName) -> None:
         """Record the name of the block in *slot*. The block before it in the prompt stays unknown."""
@@ -234,7 +291,7 @@ class Runs:
                 continue
             before, run = place - (end - start), self._runs[run_id]
             names = self._names(run_id, range(place, before, -1))
-            before += run.first
+            before += run.offset
             rows.append(NamedSpan(start, end, names, None if before < 0 else run.names[before]))
         return rows
 
@@ -263,6 +320,7 @@ class Runs:
         """
         runs, alone = self._runs, self._alone
         self._runs, self._alone = {}, {}
+        self._open.clear()
         self._all_spots.fill(NO_SPOT)
         return runs, alone
 
@@ -272,7 +330,7 @@ class Runs:
         if spot < 0:
             return self._alone[slot] if spot <= ALONE else None
         run = self._runs[spot >> PLACE_BITS]
-        return run.names[run.first + (spot & PLACES)]
+        return run.names[run.offset + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
         """Return the name of the block before the slot's block in its prompt; None if none is known."""
@@ -280,7 +338,7 @@ class Runs:
         if spot < 0:
             return None
         run = self._runs[spot >> PLACE_BITS]
-        before = run.first + (spot & PLACES) - 1
+        before = run.offset + (spot & PLACES) - 1
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
@@ -292,9 +350,10 @@ class Runs:
         spot = self.spots[slot]
         if spot < 0:
             return np.empty(0, np.int32)
-        run, place = self._runs[spot >> PLACE_BITS], spot & PLACES
-        limit = min(len(names) - start, len(run.slots) - place)
-        there = run.first + place
+        run = self._runs[spot >> PLACE_BITS]
+        index = (spot & PLACES) - run.base
+        limit = min(len(names) - start, len(run.slots) - index)
+        there = run.first + index
         num_equal = 0
         while num_equal < limit:
             end = min(num_equal + PIECE, limit)
@@ -303,7 +362,7 @@ class Runs:
                 num_equal += next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
                 break
             num_equal = end
-        slots = np.frombuffer(run.slots[place : place + num_equal], np.int32)
+        slots = np.frombuffer(run.slots[index : index + num_equal], np.int32)
         gone = self._all_spots[slots] != np.arange(spot, spot + num_equal)
         return slots[: int(gone.argmax())] if gone.any() else slots
 
@@ -311,10 +370,12 @@ class Runs:
         """Raise AssertionError if this record of the block in each slot is inconsistent."""
         for run_id, run in self._runs.items():
             slots = np.array(run.slots, np.int32)
-            here = self._all_spots[slots] == (run_id << PLACE_BITS) + np.arange(len(slots))
+            here = self._all_spots[slots] == (run_id << PLACE_BITS) + run.base + np.arange(len(slots))
             num_here = np.count_nonzero(self._all_spots >> PLACE_BITS == run_id)
             assert np.count_nonzero(here) == num_here, "a slot has no place in its run"
             assert num_here == run.num_left > 0, "a run's blocks were miscounted"
+            is_whole = run.first <= 1 and len(run.names) == run.first + len(run.slots)
+            assert is_whole or not run.is_joined, "a run of joined rows has other names than those of its blocks"
         in_runs = np.unique(self._all_spots[self._all_spots >= 0] >> PLACE_BITS).tolist()
         assert set(in_runs) == self._runs.keys(), "a slot is in a run that does not exist"
         alone = set(np.flatnonzero(self._all_spots <= ALONE).tolist())
@@ -327,10 +388,10 @@ class Runs:
 
     def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
         run = self._runs[run_id]
-        names, first = run.names, run.first
+        names, first = run.names, run.offset
         if isinstance(places, range):  # a descending one
             end = first + places.stop
-            return cast(list[BlockName], names[first + places.start : end if end >= 0 else None : -1])
+            return names[first + places.start : end if end >= 0 else None : -1]
         return [names[first + place] for place in places]
 
     def _shrink(self, run_id: int, num_slots: int) -> None:
@@ -340,7 +401,8 @@ class Runs:
             del self._runs[run_id]
         elif run.num_left < len(run.slots) // SHARE:
             left = np.array(run.slots, np.int32)
-            end = int(np.flatnonzero(self._all_spots[left] >> PLACE_BITS == run_id)[-1]) + 1
+            spot = (run_id << PLACE_BITS) + run.base
+            end = int(np.flatnonzero(self._all_spots[left] == np.arange(spot, spot + len(left)))[-1]) + 1
             if end < len(run.slots) // 2:  # the tail is gone, so drop its names
                 begin = max(0, run.first - 1)  # keep the parent's name
                 run.names = run.names[begin : run.first + end]

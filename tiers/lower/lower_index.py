@@ -123,16 +123,16 @@ class LowerIndex:
         return lost
 
     def add_chain_to_host(
-        self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
+        self, group_id: int, slots: Ids, names: list[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
         """Add blocks that were copied into leased host slots to the index, and return the indices of the duplicates.
 
         A duplicate is a block that another host slot already holds; it is not added. The blocks are consecutive blocks
         of one prompt, and `names[start:]` are their names. *start* is 1 if *names* begins with the name of the block
-        before them, otherwise 0. *digests* has their digests, concatenated. *tenants* has each block's tenant as a
-        number.
+        before them, otherwise 0. The list must not change afterwards, because the pool keeps it. *digests* has the
+        blocks' digests, concatenated. *tenants* has each block's tenant as a number.
         """
-        taken = self.host[group_id].pool.commit(slots, names, start)
+        taken = self.host[group_id].pool.commit_row(slots, names, start)
         names = names[start:]
         if taken:
             is_new = np.ones(len(slots), np.bool_)
@@ -161,7 +161,7 @@ class LowerIndex:
         for end in range(1, len(slots) + 1):
             if end < len(slots) and origin[end] == Origin(names[end - 1], origin[start].tenant):
                 continue
-            row, parent = names[start:end], origin[start].parent
+            row, parent = list(names[start:end]), origin[start].parent
             taken = self.add_chain_to_host(
                 group_id,
                 np.array(slots[start:end], np.intp),

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.tiers.device import block_pool, eviction_order
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -676,6 +677,7 @@ class BothPools:
         self.held: list[list[int]] = []
         self.lent: list[list[int]] = []
         self.num_evictions = 0
+        self.prompts = [[BlockName(bytes([of, block])) for block in range(2 * num_slots)] for of in range(2)]
 
     def allocate(self) -> None:
         num_slots, num_blank = self.pick.randint(0, self.num_slots // 2 + 1), len(self.model.blank)
@@ -711,6 +713,19 @@ class BothPools:
             assert self.pool.commit([slot], [name]) == ([] if holder == slot else [0])
             self.model.names[holder] = name
 
+    def commit_row(self) -> None:
+        unnamed = [slot for slots in self.held for slot in slots if self.pool.name(slot) is None]
+        slots, prompt = list(dict.fromkeys(unnamed))[: self.pick.randint(1, 4)], self.pick.choice(self.prompts)
+        if not slots:
+            return
+        first = self.pick.randint(0, len(prompt) - len(slots))
+        names = prompt[first : first + len(slots)]
+        taken = [place for place, name in enumerate(names) if name in self.model.names]
+        row = prompt[max(0, first - 1) : first + len(slots)]
+        assert self.pool.commit_row(np.array(slots), row, min(1, first)) == taken
+        for place, (slot, name) in enumerate(zip(slots, names, strict=True)):
+            self.model.names[slot] = None if place in taken else name
+
     def release(self) -> None:
         if self.held:
             slots = self.held.pop(self.pick.randrange(len(self.held)))
@@ -730,6 +745,9 @@ class BothPools:
         assert pool.order.oldest(window).tolist() == [slot for slot in model.cached[:window] if not model.copies[slot]]
         assert [pool.name(slot) for slot in slots] == model.names
         assert [pool.find(name) for name in model.names if name] == [slot for slot in slots if model.names[slot]]
+        for prompt in self.prompts:
+            there = [model.names.index(name) if name in model.names else ABSENT for name in prompt]
+            assert pool.find_all(prompt).tolist() == there
         assert (pool.num_blank, pool.num_free) == (len(model.blank), len(model.blank + model.victims))
         assert (pool.num_named, pool.num_leases) == (sum(map(bool, model.names)), sum(model.leases))
         assert [pool.is_free(slot) for slot in slots] == [leases == 0 for leases in model.leases]
@@ -746,7 +764,7 @@ def test_random_operations_agree_with_the_model(
     print(f"seed {seed}")
     pick = random.Random(seed)
     both = BothPools(num_slots, pick)
-    operations = [both.allocate] * 4 + [both.commit] * 4 + [both.release] * 5
+    operations = [both.allocate] * 4 + [both.commit, both.commit_row] * 2 + [both.release] * 5
     operations += [both.put_back] * 2 + [both.lend, both.lease, both.evict]
     for step in range(3000):
         operation = pick.choice(operations)

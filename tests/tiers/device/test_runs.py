@@ -5,8 +5,10 @@ import sys
 import numpy as np
 import pytest
 
+from kvtier.tiers.device import eviction_order
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.eviction_order import Runs
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -104,3 +106,105 @@ def test_a_run_of_which_several_pieces_go_at_once_is_left_with_the_rest(order: l
     left = [slot for slot in range(8) if slot not in order]
     assert [runs.name(slot) for slot in left] == [names[slot] for slot in left]
     assert [runs.parent(slot) for slot in left if slot] == [names[slot - 1] for slot in left if slot]
+
+
+def row(names: list[BlockName], start: int, end: int) -> tuple[list[BlockName], int]:
+    """The list of a row's names, with the name of the block before it, and where in the list the row starts."""
+    return names[max(0, start - 1) : end], min(1, start)
+
+
+def put_rows(pool: BlockPool, names: list[BlockName], rows: list[tuple[int, int]]) -> list[int]:
+    """Put the rows of a prompt into the pool one after another; the slot of each block."""
+    slots = [-1] * len(names)
+    for start, end in rows:
+        own = pool.allocate(end - start) or []
+        assert pool.commit_row(np.array(own), *row(names, start, end)) == []
+        slots[start:end] = own
+    return slots
+
+
+LAST_FIRST = [(96, 100), (64, 96), (63, 64), (32, 63), (0, 32)]
+
+
+@pytest.mark.parametrize("rows", [LAST_FIRST, LAST_FIRST[::-1], [(32, 64), (64, 100), (0, 32)], [(99, 100), (0, 99)]])
+def test_the_rows_of_a_prompt_are_joined_in_one_run_if_each_touches_the_ones_before(
+    rows: list[tuple[int, int]],
+) -> None:
+    pool, names = BlockPool(200), chain(100)
+
+    slots = put_rows(pool, names, rows)
+
+    pool.check()
+    assert pool.find_all(names).tolist() == slots
+    (whole,) = pool.rows(np.array(slots[::-1]))
+    assert (whole.names, whole.parent) == (names[::-1], None)
+    assert pool.parent(slots[1]) == names[0]
+
+
+def test_rows_with_a_gap_between_are_joined_on_one_side_of_what_fills_it() -> None:
+    pool, names = BlockPool(200), chain(100)
+
+    slots = put_rows(pool, names, [(0, 40), (60, 100), (40, 60)])
+
+    pool.check()
+    assert pool.find_all(names).tolist() == slots
+    assert len(pool.rows(np.array(slots[::-1]))) == 2
+
+
+def test_two_prompts_with_the_same_beginning_are_not_mixed_up() -> None:
+    pool, one = BlockPool(200), chain(40)
+    other = one[:20] + [BlockName(bytes([100 + i]) * 32) for i in range(20)]
+    tails = put_rows(pool, one, [(20, 40)])[20:], put_rows(pool, other, [(20, 40)])[20:]
+
+    head = put_rows(pool, one, [(0, 20)])[:20]
+
+    pool.check()
+    assert [pool.find_all(names).tolist() for names in (one, other)] == [head + tail for tail in tails]
+
+
+def test_a_block_of_a_row_that_is_there_already_stays_where_it_is() -> None:
+    pool, names = BlockPool(20), chain(10)
+    there = put_rows(pool, names, [(4, 6)])[4:6]
+    own = pool.allocate(10) or []
+
+    assert pool.commit_row(np.array(own), *row(names, 0, 10)) == [4, 5]
+
+    pool.check()
+    assert pool.find_all(names).tolist() == [*own[:4], *there, *own[6:]]
+
+
+def test_a_run_goes_on_at_its_front_after_its_tail_was_evicted_and_keeps_no_names_of_it() -> None:
+    pool, names = BlockPool(100), chain(100)
+    before = num_references(names)
+    slots = put_rows(pool, names, [(60, 100), (50, 60)])
+    pool.evict(slots[:49:-1][:45])
+    pool.check()
+    assert num_references(names)[55:] == before[55:]
+
+    slots[:50] = put_rows(pool, names, [(20, 50), (0, 20)])[:50]
+
+    pool.check()
+    assert pool.find_all(names)[:55].tolist() == slots[:55]
+    assert len(pool.rows(np.array(slots[54::-1]))) == 1
+
+
+def test_a_run_of_joined_rows_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_order, "MAX_JOINED", 20)
+    pool, names = BlockPool(100), chain(60)
+
+    slots = put_rows(pool, names, [(start, start + 10) for start in (20, 10, 0, 30, 40, 50)])
+
+    pool.check()
+    assert pool.find_all(names).tolist() == slots
+    assert len(pool.rows(np.array(slots[::-1]))) == 4
+
+
+def test_what_a_pool_had_before_it_was_cleared_is_not_joined_to_what_comes() -> None:
+    pool, names = BlockPool(100), chain(40)
+    put_rows(pool, names, [(20, 40)])
+    pool.clear()
+
+    slots = put_rows(pool, names, [(0, 20)])[:20]
+
+    pool.check()
+    assert pool.find_all(names).tolist() == slots + [ABSENT] * 20
