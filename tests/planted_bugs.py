@@ -1317,6 +1317,27 @@ BUGS = [
         "tests/tiers/test_cache.py",
     ),
     Bug(
+        "a name that left the disk is found by its old row, beside those of other names",
+        "tiers/lower/name_set.py",
+        "        self._rows.memory[row * NAME_BYTES : (row + 1) * NAME_BYTES] = FREE\n",
+        "",
+        "tests/tiers/lower/test_name_set.py",
+    ),
+    Bug(
+        "a row that is put before a run moves the places of the blocks that are in it",
+        "tiers/device/eviction_order.py",
+        "run.first, run.base = start, run.base - num_slots",
+        "run.first = start",
+        "tests/tiers/device/test_runs.py",
+    ),
+    Bug(
+        "a row is put behind a run of which it continues another block than the last",
+        "tiers/device/eviction_order.py",
+        "                and run.base + len(run.slots) == spot & PLACES\n",
+        "",
+        "tests/tiers/device/test_block_pool.py",
+    ),
+    Bug(
         "of a run that is evicted in several pieces each piece is taken out alone",
         "tiers/device/eviction_order.py",
         "num_gone[run_id] = num_gone.get(run_id, 0) + end - start",

@@ -21,6 +21,10 @@ USED_UP = (1 << WIDTH) - 1  # bitmap of a bucket without a free place
 MEAN = 3.5  # average names per bucket; the buckets to be split next have up to twice as many
 SPLIT_AT_ONCE = 32  # buckets to split at once when names are added one by one
 SCAN_BUCKETS = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
+LONG = 1024  # minimum number of names for which `holds` tries whether they were added one after another
+STRIDE = 16  # it then looks up one name in this many, and compares the others with the rows next to the row found
+MIN_SHARE = 4  # and does so only if at least 1/MIN_SHARE of the names looked up are STRIDE rows apart
+FREE = b"\xff" * NAME_BYTES  # content of a row without a name; no hash is equal to it
 
 Rows = npt.NDArray[np.uint64]  # [names, 4]
 
@@ -85,20 +89,12 @@ class NameSet:
 
     def holds(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return for each name in *rows* (see `rows_of`) whether it is in the set."""
-        found = np.zeros(len(rows), np.bool_)
-        tags = _tags(rows)
-        buckets = self._buckets(tags)
-        hits = np.flatnonzero(self._tags.all.take(buckets, axis=0) == tags[:, None])
-        if not len(hits) and not self._over:
-            return found
-        which = hits >> 4
-        places = self._places.all.reshape(-1).take((buckets.take(which) << 4) + (hits & (WIDTH - 1)))
-        unequal = self._rows.all.take(places, axis=0) ^ rows.take(which, axis=0)
-        is_it = (unequal[:, 0] | unequal[:, 1] | unequal[:, 2] | unequal[:, 3]) == 0
-        found[which[is_it]] = True
-        if self._over:
-            for i in np.flatnonzero(self._is_over.all.take(buckets) & ~found).tolist():
-                found[i] = rows[i].tobytes() in self._over
+        if len(rows) < LONG:
+            return self._are_found(rows)
+        found = self._are_beside(rows)
+        rest = np.flatnonzero(~found)
+        if len(rest):
+            found[rest] = self._are_found(rows.take(rest, axis=0))
         return found
 
     def add(self, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -115,7 +111,8 @@ class NameSet:
             is_first = _first_ones(rows.take(new, axis=0), twice)
             is_new[new[~is_first]] = False
             new, tags, buckets = new[is_first], tags[is_first], buckets[is_first]
-        self._put(rows.take(new, axis=0), tags, buckets)
+        places = self._take_rows(len(new))[np.argsort(np.argsort(new))]  # adjacent names get adjacent rows
+        self._put(rows.take(new, axis=0), tags, buckets, places)
         return is_new
 
     def add_one(self, name: BlockName) -> bool:
@@ -154,7 +151,9 @@ class NameSet:
         bucket, column = divmod(position, WIDTH)
         self._tags.items[position] = 0
         self._used.items[bucket] ^= 1 << column
-        self._free.append(self._places.items[position])
+        row = self._places.items[position]
+        self._rows.memory[row * NAME_BYTES : (row + 1) * NAME_BYTES] = FREE
+        self._free.append(row)
         self._num_in_buckets -= 1
         return True
 
@@ -191,6 +190,51 @@ class NameSet:
         self._over.clear()
         return any(part.give_back() for part in self._parts)
 
+    def _are_found(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return for each name in *rows* whether it is in the set, after looking up each in the hash table."""
+        tags = _tags(rows)
+        buckets = self._buckets(tags)
+        found = self._places_of(rows, tags, buckets) >= 0
+        if self._over:
+            missing = np.flatnonzero(~found)
+            for i in missing[self._is_over.all.take(buckets.take(missing))].tolist():
+                found[i] = rows[i].tobytes() in self._over
+        return found
+
+    def _are_beside(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return for each name in *rows* whether it is in the set, as far as a fast check finds it.
+
+        The names of a prompt are usually added one after another, in either order, so their rows are adjacent.
+        Comparing names with adjacent rows takes a quarter of the time of looking up each in the hash table, because it
+        causes fewer CPU cache misses.
+        """
+        found = np.zeros(len(rows), np.bool_)
+        samples = np.ascontiguousarray(rows[::STRIDE])
+        tags = _tags(samples)
+        places = self._places_of(samples, tags, self._buckets(tags))
+        steps = np.diff(places)
+        is_there = (places[1:] >= 0) & (places[:-1] >= 0)
+        num_up, num_down = (int(np.count_nonzero(is_there & (steps == step))) for step in (STRIDE, -STRIDE))
+        if max(num_up, num_down) * MIN_SHARE < len(steps):
+            return found
+        beside = places[:, None] + np.arange(STRIDE) * (1 if num_up >= num_down else -1)
+        beside[places < 0] = 0
+        beside = beside.reshape(-1)[: len(rows)].clip(0, self._num_rows - 1)
+        return _are_equal(self._rows.all.take(beside, axis=0), rows)
+
+    def _places_of(
+        self, rows: Rows, tags: npt.NDArray[np.uint32], buckets: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.int64]:
+        """Return for each name in *rows* the index of its row in the set; -1 if no bucket has the name."""
+        found = np.full(len(rows), -1)
+        hits = np.flatnonzero(self._tags.all.take(buckets, axis=0) == tags[:, None])
+        if len(hits):
+            which = hits >> 4
+            places = self._places.all.reshape(-1).take((buckets.take(which) << 4) + (hits & (WIDTH - 1)))
+            is_it = _are_equal(self._rows.all.take(places, axis=0), rows.take(which, axis=0))
+            found[which[is_it]] = places[is_it]
+        return found
+
     def _position(self, name: BlockName) -> int | None:
         """Return the name's index in the flattened `_tags` and `_places`; None if no bucket has the name."""
         tag, bucket = self._tag_and_bucket(name)
@@ -215,8 +259,17 @@ class NameSet:
         buckets -= (buckets >= self.num_buckets) * self._level
         return buckets
 
-    def _put(self, rows: Rows, tags: npt.NDArray[np.uint32], buckets: npt.NDArray[np.intp]) -> None:
-        """Add the names in *rows*, which are new and sorted by bucket. Names that find no room go into `_over`."""
+    def _put(
+        self,
+        rows: Rows,
+        tags: npt.NDArray[np.uint32],
+        buckets: npt.NDArray[np.intp],
+        places: npt.NDArray[np.uint32],
+    ) -> None:
+        """Add the names in *rows*, which are new and sorted by bucket. Names that find no room go into `_over`.
+
+        *places* are the rows of the set that the names get.
+        """
         while len(buckets):
             is_first = np.diff(buckets, prepend=-1) != 0  # each pass of the loop puts one name into each bucket
             used = self._used.all.take(buckets)
@@ -225,9 +278,10 @@ class NameSet:
             if not has_room.all():
                 self._is_over.all[buckets[~has_room]] = True
                 self._over.update(names_of(rows[~has_room]))
-            self._put_one_each(rows[goes], tags[goes], buckets[goes], used[goes])
+                self._give_up_rows(places[~has_room])
+            self._put_one_each(rows[goes], tags[goes], buckets[goes], used[goes], places[goes])
             rest = ~is_first & has_room
-            rows, tags, buckets = rows[rest], tags[rest], buckets[rest]
+            rows, tags, buckets, places = rows[rest], tags[rest], buckets[rest], places[rest]
 
     def _put_one_each(
         self,
@@ -235,12 +289,12 @@ class NameSet:
         tags: npt.NDArray[np.uint32],
         buckets: npt.NDArray[np.intp],
         used: npt.NDArray[np.uint16],
+        places: npt.NDArray[np.uint32],
     ) -> None:
         """Write names into distinct buckets that have room."""
         lowest_free = ~used & (used + 1)
         self._used.all[buckets] = used | lowest_free
         positions = (buckets << 4) + np.bitwise_count(lowest_free - 1)
-        places = self._take_rows(len(rows))
         self._rows.all[places] = rows
         self._tags.all.reshape(-1)[positions] = tags
         self._places.all.reshape(-1)[positions] = places
@@ -255,6 +309,10 @@ class NameSet:
         self._num_rows += num_rows - len(freed)
         self._rows.grow(self._num_rows)
         return np.concatenate([np.asarray(freed), np.arange(start, self._num_rows, dtype=np.uint32)])
+
+    def _give_up_rows(self, places: npt.NDArray[np.uint32]) -> None:
+        self._rows.all[places] = np.frombuffer(FREE, np.uint64)
+        self._free.frombytes(places.tobytes())
 
     def _split(self, num_buckets: int) -> None:
         """Split the next *num_buckets* buckets by moving about half of their names to new buckets."""
@@ -277,6 +335,13 @@ class NameSet:
 def _tags(rows: Rows) -> npt.NDArray[np.uint32]:
     """Return the tag of each name: its first 4 bytes, with one bit set so that no tag is 0 (free place in a bucket)."""
     return rows.view(np.uint32)[:, 0] | np.uint32(1)
+
+
+def _are_equal(these: Rows, others: Rows) -> npt.NDArray[np.bool_]:
+    """Return for each row of the first array whether it is equal to the same row of the second array."""
+    unequal = these ^ others
+    is_equal: npt.NDArray[np.bool_] = (unequal[:, 0] | unequal[:, 1] | unequal[:, 2] | unequal[:, 3]) == 0
+    return is_equal
 
 
 def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.tiers.device.eviction_order import BACK_BYTES, GrowingRows
-from kvtier.tiers.lower.name_set import MEAN, NAME_BYTES, SCAN_BUCKETS, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
+from kvtier.tiers.lower.name_set import LONG, MEAN, NAME_BYTES, SCAN_BUCKETS, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -54,6 +54,28 @@ def test_names_agree_with_a_plain_set_whatever_comes_and_goes() -> None:
         if step % 20 == 0:
             assert content(names) == model
     assert content(names) == model
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_last_first", [False, True])
+def test_a_long_prompt_whose_names_came_and_went_in_rows_is_found_name_by_name(is_last_first: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    names, there = NameSet(), set[BlockName]()
+    prompts = [[name(3000 * prompt + number) for number in range(LONG + 500)] for prompt in range(3)]
+    prompts[0][100:120] = map(alike, range(20))  # more than a bucket holds
+    for prompt in prompts:
+        ends = [0, *sorted(rng.sample(range(1, len(prompt)), 20)), len(prompt)]
+        rows = [prompt[start:end] for start, end in itertools.pairwise(ends)]
+        for row in [row[::-1] for row in rows[::-1]] if is_last_first else rows:
+            names.add(rows_of(row))
+            there.update(row)
+        for going in rng.sample(range(len(prompt)), 3), range(400, 440):
+            for one in going:
+                assert names.discard(prompt[one])
+                there.discard(prompt[one])
+        for asked in prompts:
+            assert names.holds(rows_of(asked)).tolist() == [one in there for one in asked]
+    assert names.num_over
 
 
 @pytest.mark.parametrize("seed", range(8))
