@@ -19,7 +19,7 @@ from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.group_slots import GroupSlots, SlotOwners
 from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, LowerTiers, Places, are_kept, names_at
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE, Lost, LowerTiers, Places, are_kept, names_at
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
@@ -32,6 +32,8 @@ from kvtier.transfer.transfer_engine import Route
 # Tier of each place in the lower tiers; a place that is not listed is a host slot.
 TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}
 SLOTS_AT_ONCE = 256  # device slots checked per call, which takes 0.1 ms of the owner's thread
+LOST_AT_ONCE = 512  # lost blocks processed per call, which takes half a millisecond of the owner's thread
+LOST_TOGETHER = 8  # a group of blocks that were lost together takes as long as this many blocks more
 OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
 """Callback for blocks of a group that have left the device; see `OnForgotten`."""
 
@@ -160,6 +162,8 @@ class Residency:
         self.ghosts = Ghosts(NUM_GHOSTS)
         self._cleared: deque[tuple[GroupTiers, ClearedBlocks, float]] = deque()  # and the time of their eviction
         self._num_to_remember = 0  # limit on how many of these blocks are still remembered as lost
+        self._lost: deque[Lost] = deque()  # blocks that the lower tiers have lost, still to be processed
+        self._num_processed = 0  # number of blocks of the first item that have been processed
         self._epoch = lower.status.epoch
         self._marking: Iterator[None] = iter(())  # each step marks some device blocks without lower copies as dirty
 
@@ -280,22 +284,21 @@ class Residency:
     def process_lost(self) -> None:
         """Mark device blocks as dirty if the lower tiers have lost their copies, so that they are copied again.
 
-        When `LowerStatus.epoch` has changed, the lower tiers may have lost any block. Then all device blocks are
-        checked, some at each call.
+        Each call processes at most `LOST_AT_ONCE` lost blocks, and later calls process the rest. When
+        `LowerStatus.epoch` has changed, the lower tiers may have lost any block. Then all device blocks are checked,
+        some at each call.
         """
-        for group_id, names, tier, cause in self.lower.pop_lost():
-            group = self.groups[group_id]
-            if group.pool.has_none(names):
-                self.ghosts.remember(names, tier, cause, self._clock())
-                continue
-            slots = group.pool.find_all(names)
-            is_here = slots != ABSENT
-            if cause is EvictionCause.QUOTA:  # a second copy would push out other blocks of the same tenant
-                self.ghosts.remember(names, tier, cause, self._clock())
-                continue
-            lost = group.slots.on_evicted_below if cause.is_wanted else group.slots.on_copies_lost
-            lost(slots[is_here])
-            self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
+        self._lost.extend(self.lower.pop_lost())
+        num_left = LOST_AT_ONCE
+        while self._lost and num_left > 0:
+            lost, start = self._lost[0], self._num_processed
+            names = lost.names[start : start + num_left] if start or len(lost.names) > num_left else lost.names
+            self._num_processed += len(names)
+            num_left -= len(names) + LOST_TOGETHER
+            if self._num_processed == len(lost.names):
+                self._lost.popleft()
+                self._num_processed = 0
+            self._process_lost(lost._replace(names=names))
         if self._epoch != self.lower.status.epoch:
             self._epoch = self.lower.status.epoch
             self._marking = self._mark_uncopied()
@@ -320,7 +323,7 @@ class Residency:
         Does nothing until `process_lost` has remembered the lost blocks of the lower tiers. So a block that was also on
         the device is remembered as lost from the device.
         """
-        if not self._cleared or self.lower.status.clearing.is_losing:
+        if not self._cleared or self._lost or self.lower.status.clearing.is_losing:
             return
         group, cleared, at = self._cleared[0]
         names = cleared.pop()
@@ -346,6 +349,21 @@ class Residency:
                 place, parents_place = group.pool.order.place(slot), group.pool.order.place(parent)
                 if place is not None and parents_place is not None:
                     assert place < parents_place, "a parent is evicted before its child"
+
+    def _process_lost(self, lost: Lost) -> None:
+        group_id, names, tier, cause = lost
+        group = self.groups[group_id]
+        if group.pool.has_none(names):
+            self.ghosts.remember(names, tier, cause, self._clock())
+            return
+        slots = group.pool.find_all(names)
+        is_here = slots != ABSENT
+        if cause is EvictionCause.QUOTA:  # a second copy would push out other blocks of the same tenant
+            self.ghosts.remember(names, tier, cause, self._clock())
+            return
+        on_lost = group.slots.on_evicted_below if cause.is_wanted else group.slots.on_copies_lost
+        on_lost(slots[is_here])
+        self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
 
     def _on_left_device(
         self,

@@ -34,7 +34,7 @@ MIN_RUN = 48
 MIN_RUN_IF_LARGE = 16
 LARGE = 1 << 18  # slots of a large pool
 LONG = 1024  # minimum number of blocks for which `has_no_run_of` may return True
-RUN = 16  # `has_no_run_of` checks one block in this many
+RUN = 32  # `has_no_run_of` checks one block in this many
 
 
 class SlotIndex:
