@@ -1,8 +1,9 @@
 """What one mishap may cost: a lane that is full, a copy below that is gone, a block that is forgotten on its way."""
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 
+import numpy as np
 import pytest
 from chaos import World
 from pinned_blocks import held, host_blocks, on_disk_only, until_whole
@@ -14,9 +15,11 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down.host_spill import BACK_OFF_S
 from kvtier.tiers.lower import reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
+from kvtier.tiers.residency import LOST_AT_ONCE
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
@@ -670,3 +673,41 @@ def test_a_block_that_came_up_can_be_shared_in_part() -> None:
     assert hit.num_tokens == DOCUMENT - BLOCK_SIZE
     assert hit.partial is not None
     assert hit.partial.num_tokens == BLOCK_SIZE - 2  # the last token is always computed
+
+
+def test_the_loss_of_thousands_of_copies_is_taken_in_by_many_polls() -> None:
+    num_blocks = 4 * LOST_AT_ONCE
+    w = world(num_device_slots=num_blocks, num_host_slots=8)
+    index, slots = w.index.disk.index, w.cache.residency.groups[0].slots
+    chain = w.chain("a", num_blocks // 2 * BLOCK_SIZE)
+    tables = w.cache.allocate([num_blocks // 2])
+    assert tables is not None
+    w.cache.commit(tables, chain, 0, num_blocks // 2 * BLOCK_SIZE)
+    w.cache.release(tables)
+    others = [BlockName(number.to_bytes(32, "big")) for number in range(num_blocks // 2)]
+    index.add(0, [*chain.names, *others])
+    slots.dirty.remove(np.array(tables[0], np.intp))
+    names = [name for pair in zip(chain.names, others, strict=True) for name in pair]
+
+    w.lower.on_gone_from_disk([w.index.disk.key(0, name) for name in names], EvictionCause.ROOM)
+
+    num_dirty = [0]
+    for _ in range(10):
+        w.cache.poll()
+        num_dirty.append(len(slots.dirty))
+    assert num_dirty[-1] == len(chain.names)
+    assert 0 < max(after - before for before, after in pairwise(num_dirty)) <= LOST_AT_ONCE // 2 + 1
+    assert all(ghost is not None and ghost.tier is Tier.DISK for ghost in w.cache.residency.ghosts.find_all(others))
+    assert w.cache.residency.ghosts.find_all(chain.names) == [None] * len(chain.names)
+
+
+def test_a_few_lost_copies_after_another_are_taken_in_by_one_poll() -> None:
+    w = world(num_device_slots=8, num_host_slots=8)
+    names = [BlockName(number.to_bytes(32, "big")) for number in range(20)]
+    w.index.disk.index.add(0, names)
+
+    for name in names:
+        w.index.remove_from_disk_index(0, name, EvictionCause.CORRUPT)
+    w.cache.poll()
+
+    assert None not in w.cache.residency.ghosts.find_all(names)
