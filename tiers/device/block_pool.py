@@ -502,22 +502,20 @@ class BlockPool:
     def clear(self) -> ClearedBlocks:
         """Evict the blocks in all slots, leased or not, in one short step. Return their data, which the caller frees.
 
-        Free slots become blank. Leased slots, including lent ones, become blank when their last lease ends.
+        Free slots become blank, and are reused in ascending order. Leased slots, including lent ones, become blank when
+        their last lease ends.
         """
         runs, alone = self._runs.clear()
         cleared = ClearedBlocks(self._slots.clear(), runs)
-        cleared.leftovers.add(alone)
-        listed = len(self._blank) + len(self._evicted)
-        is_any_leased = self.num_blank + self.order.num_slots - self.order.num_lent < self.num_slots
-        if not is_any_leased and listed <= SCANNED_AT_ONCE:  # saves reading each slot's place and leases
+        if self.num_blank + self.order.num_slots - self.order.num_lent == self.num_slots:  # no slot is leased
             self._is_unlisted.fill(True)
-            self._is_unlisted[self._blank + self._evicted] = False
         else:
-            for start in range(0, self.num_slots, SCANNED_AT_ONCE):  # in parts: large temporary arrays are slow
-                end = start + SCANNED_AT_ONCE
-                self._is_unlisted[start:end] |= self.order.holds_range(start, end) & (self._all_leases[start:end] == 0)
+            np.equal(self._all_leases, 0, out=self._is_unlisted)
+        for some in (alone, self._blank, self._evicted):
+            cleared.leftovers.add(some)
+        self._blank, self._evicted = [], []
         self.order.clear()
-        self._num_unlisted = int(np.count_nonzero(self._is_unlisted)) + len(self._evicted)
+        self._num_unlisted = int(np.count_nonzero(self._is_unlisted))
         self._next_unlisted = 0
         self.num_changes += 1
         return cleared

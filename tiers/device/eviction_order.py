@@ -556,11 +556,6 @@ class EvictionOrder:
         """Return for each slot whether it is in the order."""
         return self._all_places[ids] >= self._head
 
-    def holds_range(self, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """Return for each slot from *start* to *end* - 1 whether it is in the order."""
-        held: npt.NDArray[np.bool_] = self._all_places[start:end] >= self._head
-        return held
-
     def clear(self) -> None:
         """Remove all slots at once, including lent ones, which must not be given to `put_back` afterwards."""
         if self.num_lent:

@@ -27,7 +27,7 @@ class HostBlocks:
         self._known = np.zeros(num_slots, np.bool_)
         self._digests = np.zeros(num_slots, f"V{DIGEST_BYTES}")
         self._tenants = np.zeros(num_slots, np.uint64)  # 0: no tenant
-        for each in (self._digests.view(np.uint8), self._tenants):
+        for each in (self._known, self._digests.view(np.uint8), self._tenants):
             each.fill(0)  # makes the kernel allocate the memory now: a huge page later takes 5 ms of a call
 
     def record(self, slots: Ids, digests: bytes, tenants: OwnerNumbers) -> None:
