@@ -10,8 +10,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.cleared_blocks import ClearedBlocks
+from kvtier.tiers.device.cleared_blocks import AT_ONCE, ClearedBlocks
 from kvtier.tiers.device.eviction_order import NO_SPOT, EvictionOrder, Runs
+from kvtier.tiers.device.name_table import NameTable
 from kvtier.tiers.device.slot_ids import ABSENT, MANY, Ids, Slots, view_of
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -29,19 +30,18 @@ SCANNED_AT_ONCE = 1 << 14  # slots searched at once for blank ones
 SlotsByName = dict[BlockName, int]
 FEW = 16  # minimum number of blocks for which checking first whether any of them is in the pool is faster
 # Minimum mean length of runs (consecutive blocks of a prompt, see `Runs`) for which lookups by runs are faster. A run
-# takes 6 us, and a lookup in a dict takes 80 ns per name, but 230 ns in a large pool, because of CPU cache misses.
+# takes 6 us, and a lookup by name 80 to 170 ns.
 MIN_RUN = 48
-MIN_RUN_IF_LARGE = 16
-LARGE = 1 << 18  # slots of a large pool
+LARGE = 1 << 18  # minimum number of slots of a pool with a `NameTable`
 LONG = 1024  # minimum number of blocks for which `has_no_run_of` may return True
 RUN = 32  # `has_no_run_of` checks one block in this many
 
 
 class SlotIndex:
-    """A map from block names to slots. A large pool has several dicts, chosen by the first two bytes of the name.
+    """A map from block names to slots, in Python dicts. A larger one has several, chosen by a name's first two bytes.
 
     Python rehashes a dict from time to time, which would take 0.1 s in a single dict with a million names. Choosing the
-    dict costs 0.1 to 0.2 µs per name.
+    dict costs 0.1 to 0.2 µs per name. Pools of `LARGE` and more slots have a `NameTable` instead.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -60,11 +60,11 @@ class SlotIndex:
         for some in self._dicts:
             yield from some.items()
 
-    def clear(self) -> list[SlotsByName]:
-        """Remove all names at once. Return the dicts that held them, which the caller frees."""
+    def clear(self) -> Iterator[list[BlockName]]:
+        """Remove all names at once. Return an iterator that yields them in parts and frees them."""
         dicts = self._dicts
         self._begin(len(dicts))
-        return dicts
+        return _popped(dicts)
 
     @property
     def max_in_one(self) -> int:
@@ -130,6 +130,15 @@ class SlotIndex:
         return cast(Sequence[SlotsByName], itemgetter(*self._dict_ids.take(prefixes).tobytes())(self._dicts))
 
 
+def _popped(dicts: list[SlotsByName]) -> Iterator[list[BlockName]]:
+    while dicts:
+        some = dicts[-1]
+        if not some:
+            dicts.pop()
+        else:
+            yield [some.popitem()[0] for _ in range(min(len(some), AT_ONCE))]
+
+
 def _num_dicts(num_slots: int) -> int:
     """Return how many dicts a pool's index should have."""
     room = DICT_ROOM
@@ -172,8 +181,7 @@ class BlockPool:
         self._num_unlisted = num_slots  # number of unlisted slots and slots in `_evicted`
         self._next_unlisted = 0  # no slot before this one is unlisted
         self._evicted: list[int] = []  # blank slots whose blocks were evicted while slots were unlisted
-        self._slots = SlotIndex(num_slots)
-        self._min_run = MIN_RUN if num_slots < LARGE else MIN_RUN_IF_LARGE
+        self._slots = NameTable(num_slots) if num_slots >= LARGE else SlotIndex(num_slots)
         self._runs = Runs(num_slots)
         self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots; only the pool modifies it
         self._leases = array("i", [0]) * num_slots  # [slot] number of leases
@@ -230,14 +238,14 @@ class BlockPool:
             following = self._runs.following(slot, names, start)
             found.append(following)
             start += len(following)
-            if start < self._min_run * len(found):  # the runs are short: look up the other blocks one by one
+            if start < MIN_RUN * len(found):  # the runs are short: look up the other blocks one by one
                 break
         if start < len(names):
             rest = names[start:] if start else names
             if len(rest) >= FEW and self._slots.has_none(rest):  # typical for a prompt that is in another tier
                 found.append(np.full(len(rest), ABSENT, np.int32))
             else:
-                found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
+                found.append(np.asarray(self._slots.get_all(rest, ABSENT), np.int32))
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
 
     def has_no_run_of(self, names: Sequence[BlockName]) -> bool:
@@ -489,7 +497,7 @@ class BlockPool:
             return []
         self.order.remove(named)
         names = self._runs.remove(named)
-        self._slots.remove_all(names)
+        self._forget(names, named)
         self.num_changes += 1
         freed = named[self._all_leases[named] == 0]
         if self._num_unlisted:
@@ -528,7 +536,7 @@ class BlockPool:
         """
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
-        self._slots.remove_all(names)
+        self._forget(names, victims)
         self.num_changes += 1
         slots = victims
         if self._num_unlisted:
@@ -571,6 +579,13 @@ class BlockPool:
         assert {slot for _, slot in self._slots.items()} == named, "names and slots are inconsistent"
         self._runs.check()
         assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to the wrong slot"
+
+    def _forget(self, names: Sequence[BlockName], slots: Ids) -> None:
+        """Remove these slots, whose blocks have these *names*, from the index."""
+        if isinstance(self._slots, NameTable):
+            self._slots.remove_all(slots)
+        else:
+            self._slots.remove_all(names)
 
     def _list_blank(self, num_slots: int) -> None:
         """Move blank slots to `_blank` until *num_slots* are there, or all."""

@@ -1,7 +1,7 @@
 """`ClearedBlocks`: the names and other data of the blocks of a cleared pool, which are read and freed in parts."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from kvtier.tiers.device.eviction_order import Run
@@ -45,9 +45,9 @@ class ClearedBlocks:
     The pool itself keeps no data of these blocks. Owned by the pool's thread.
     """
 
-    def __init__(self, names: Sequence[dict[BlockName, int]], runs: dict[int, Run]) -> None:
-        """Take ownership of the names, which are the keys of the dicts *names*, and of the pool's former *runs*."""
-        self._names = [some for some in names if some]
+    def __init__(self, names: Iterator[list[BlockName]], runs: dict[int, Run]) -> None:
+        """Take ownership of the pool's former *runs*. *names* yields the names in parts and frees them."""
+        self._names = names
         self._runs = runs
         self.leftovers = Leftovers()  # other data of these blocks
 
@@ -56,11 +56,8 @@ class ClearedBlocks:
 
         After the last name, calls free other data, and return empty lists.
         """
-        if self._names:
-            some = self._names[-1]
-            names = [some.popitem()[0] for _ in range(min(len(some), AT_ONCE))]
-            if not some:
-                self._names.pop()
+        names = next(self._names, None)
+        if names is not None:
             return names
         if self._runs:
             num_freed = 0

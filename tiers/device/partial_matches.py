@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.slot_ids import NOTHING
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 
 KEY_BYTES = 32  # length of a block name
 MAX_PENDING = 4096  # blocks added to the arrays at once, which takes a millisecond
+SCANNED_AT_ONCE = 1 << 16  # slots compared at once, so that the result stays in the CPU's cache
 MAX_TRIED = 8  # maximum number of blocks that a search returns
 
 
@@ -33,16 +35,15 @@ class PartialMatches:
     (`BlockChain.continued_key`). The caller that names a block must call `record`, `record_tail` or `forget` for its
     slot. Entries of slots without a named block are out of date, and a search ignores them.
 
-    A search scans the whole table, at half a nanosecond per slot, once per request. A hash index would cost more,
-    because every commit and every eviction would have to update it. New blocks are collected, and added to the table
-    together, at the latest before a search.
+    A search scans two bytes per slot, which takes 0.1 to 0.3 ms for a million slots, once per request. A hash index
+    would cost more, because every commit and every eviction would have to update it. New blocks are collected, and
+    added to the table together, at the latest before a search.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._pending: list[_Piece] = []
         self._num_pending = 0  # blocks in `_pending`
-        # The first four bytes of each key, or 0 for a slot without a block. So one block in 4 billion is not found.
-        self._first = np.zeros(num_slots, np.uint32)
+        self._first = np.zeros(num_slots, np.uint16)  # see `_firsts`; 0 for a slot without a block
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
@@ -68,7 +69,7 @@ class PartialMatches:
         """Record that *slot* holds a partial block after the prefix *key*. Only its tokens *token_ids* are computed."""
         self._take_in()
         self._keys[slot] = np.frombuffer(key, np.uint64)
-        self._first[slot] = np.frombuffer(key, np.uint32)[0]
+        self._first[slot] = _firsts(key)[0]
         self._token_ids[slot, : len(token_ids)] = token_ids
         self._num_tokens[slot] = len(token_ids)
 
@@ -107,7 +108,10 @@ class PartialMatches:
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
-        slots = np.flatnonzero(self._first == np.frombuffer(key, np.uint32)[0])
+        first, found = _firsts(key)[0], [NOTHING]
+        for start in range(0, len(self._first), SCANNED_AT_ONCE):
+            found.append(np.flatnonzero(self._first[start : start + SCANNED_AT_ONCE] == first) + start)
+        slots = np.concatenate(found)
         slots = slots[pool.are_named(slots)]
         if not len(slots):
             return []
@@ -126,12 +130,16 @@ class PartialMatches:
         keys = b"".join([part for piece in pending for part in piece.keys])
         parts = [piece.chain.named_ids(piece.start, piece.end) for piece in pending]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
         # Assigning each row as one item of raw bytes takes a quarter of the time of assigning rows of numbers.
         _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")
         _rows(self._token_ids)[slots] = _rows(ids.reshape(len(slots), -1))
         self._num_tokens[slots] = self._token_ids.shape[1]
-        self._first[slots] = firsts
+        self._first[slots] = _firsts(keys)
+
+
+def _firsts(keys: bytes) -> npt.NDArray[np.uint16]:
+    """Return the first two bytes of each of the concatenated keys as a number, with 1 in place of 0."""
+    return np.maximum(np.frombuffer(keys, np.uint16)[:: KEY_BYTES // 2], 1)
 
 
 def _rows(array: npt.NDArray[Any]) -> npt.NDArray[np.void]:
