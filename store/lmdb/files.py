@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.change import MAX_EVICTED, MAX_SECOND_CHANCES, REMOVAL_BYTES, Change, last_usable
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
-from kvtier.store.lmdb.reserved_slots import ReservedSlot, ReservedSlots
+from kvtier.store.lmdb.reserved_slots import ReservedSlot, ReservedSlots, new_bytes
 from kvtier.store.lmdb.tables import MIN_REMOVAL_BYTES, Tables
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.slab import Slabs
@@ -364,7 +364,7 @@ class LmdbFiles:
                     reused = [reserved for reserved in found if reserved.freed_by is not None]
                     self._reserved.add(reused)  # their disk space must not be released
                     try:
-                        release_space(limit_bytes - self.new_bytes(found))
+                        release_space(limit_bytes - new_bytes(found))
                     finally:
                         self._reserved.drop(reused)
         why = "no slot of this size is free, and the files may not grow"
@@ -376,15 +376,11 @@ class LmdbFiles:
         with self.reading() as txn:
             return self.tables.counters(txn).slab_bytes + self._reserved.new_bytes
 
-    def new_bytes(self, slots: Iterable[ReservedSlot]) -> int:
-        """Return how much disk space is allocated when payloads are written to *slots*."""
-        return sum(slot.num_bytes for slot, freed_by in slots if freed_by is None)
-
-    def on_taken(self, slots: Iterable[ReservedSlot]) -> None:
+    def on_taken(self, slots: Sequence[ReservedSlot]) -> None:
         """End the reservation of *slots* after a change has given them to records. The caller holds `writer`."""
         self._reserved.drop(slots)
 
-    def release(self, slots: Iterable[ReservedSlot]) -> None:
+    def release(self, slots: Sequence[ReservedSlot]) -> None:
         """End the reservation of those *slots* that no record got.
 
         The disk space of those among them that took none before is released.
@@ -437,12 +433,14 @@ class LmdbFiles:
                 num_bytes: iter(self._reserved.find(self.tables, txn, num_bytes, num_slots, usable_before))
                 for num_bytes, num_slots in Counter(sizes).items()
             }
+        if len(found) == 1:
+            return list(*found.values())
         return [next(found[num_bytes]) for num_bytes in sizes]
 
-    def _is_room_for(self, found: Iterable[ReservedSlot], limit_bytes: int) -> bool:
+    def _is_room_for(self, found: Sequence[ReservedSlot], limit_bytes: int) -> bool:
         """Return whether all slots take at most *limit_bytes* on disk after payloads were written to *found*."""
-        new_bytes = self.new_bytes(found)
-        return not new_bytes or self.slot_bytes() + new_bytes <= limit_bytes
+        added_bytes = new_bytes(found)
+        return not added_bytes or self.slot_bytes() + added_bytes <= limit_bytes
 
     def _give_back_now(self, limit_bytes: int) -> None:
         """Do as `give_back`, but leave alone what only a checkpoint makes reusable."""

@@ -1,6 +1,6 @@
 """`ReservedSlots`: the slots that puts write to before a change of the index gives them to records."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,11 @@ class ReservedSlot(NamedTuple):
 
     slot: Slot
     freed_by: int | None
+
+
+def new_bytes(slots: Iterable[ReservedSlot]) -> int:
+    """Return how much disk space is allocated when payloads are written to *slots*."""
+    return sum([slot.num_bytes for slot, freed_by in slots if freed_by is None])
 
 
 class ReservedSlots:
@@ -59,20 +64,17 @@ class ReservedSlots:
         new = islice(self._new(tables, txn, num_bytes), num_slots - len(found))
         return found + [ReservedSlot(slot, None) for slot in new]
 
-    def add(self, slots: Iterable[ReservedSlot]) -> None:
+    def add(self, slots: Sequence[ReservedSlot]) -> None:
         """Reserve *slots*, which `find` has returned."""
-        for slot, freed_by in slots:
-            self._slots.add(slot)
-            if freed_by is None:
-                self.new_bytes += slot.num_bytes
+        self._slots.update([slot for slot, _ in slots])
+        self.new_bytes += new_bytes(slots)
 
-    def drop(self, slots: Iterable[ReservedSlot]) -> list[ReservedSlot]:
+    def drop(self, slots: Sequence[ReservedSlot]) -> list[ReservedSlot]:
         """End the reservation of *slots*. Return those of them that were still reserved."""
-        dropped = [reserved for reserved in slots if reserved.slot in self._slots]
-        for slot, freed_by in dropped:
-            self._slots.remove(slot)
-            if freed_by is None:
-                self.new_bytes -= slot.num_bytes
+        there = self._slots.intersection([slot for slot, _ in slots])
+        dropped = list(slots) if len(there) == len(slots) else [each for each in slots if each.slot in there]
+        self._slots -= there
+        self.new_bytes -= new_bytes(dropped)
         return dropped
 
     def _new(self, tables: Tables, txn: "lmdb.Transaction[bytes]", num_bytes: int) -> Iterator[Slot]:
