@@ -6,8 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import small_models
@@ -28,7 +29,10 @@ from transformers import PreTrainedModel
 
 from kvtier import FinishReason
 from kvtier.engine.async_engine import AsyncEngine
+from kvtier.engine.core import EngineCore
+from kvtier.transfer.block_memory import CpuMemory
 
+T = TypeVar("T")
 PROCESS_TIMEOUT_S = 300.0  # for what takes seconds
 
 
@@ -115,6 +119,42 @@ def test_a_reset_is_refused_while_a_request_runs(model: PreTrainedModel) -> None
 
         assert (refused, done, again.tokens.device) == (False, True, 0)
 
+    play(story())
+
+
+def test_a_reset_is_not_refused_because_copies_end_while_it_asks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, may_copy = threading.Event(), threading.Event()
+    to_host = CpuMemory.to_host
+
+    def held_to_host(memory: CpuMemory, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        assert may_copy.wait(DEADLINE_S)
+        to_host(memory, device_slots, host_slots)
+
+    class Asked(AsyncEngine):
+        """An engine whose copies end right after the first answer to the reset."""
+
+        async def ask(self, question: Callable[[EngineCore], T]) -> T:
+            answer = await super().ask(question)
+            if is_asked.is_set() and not may_copy.is_set():
+                may_copy.set()
+                while await super().ask(lambda core: core.cache.num_in_flight):
+                    await asyncio.sleep(0)
+            return answer
+
+    async def story() -> None:
+        async with opened(model, make=Asked) as llm:
+            await read(llm.generate(prompt_of(1, 100), greedy()))
+            while not await llm.ask(lambda core: core.cache.num_in_flight):
+                await asyncio.sleep(0)
+            is_asked.set()
+            done = await llm.reset_prefix_cache()
+            again = completion_of(await read(llm.generate(prompt_of(1, 100), greedy())))
+
+        assert (done, again.tokens.device, again.tokens.host) == (True, 0, 0)
+
+    monkeypatch.setattr(CpuMemory, "to_host", held_to_host)
     play(story())
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 from small_models import VOCAB, byte_tokenizer
@@ -24,7 +24,12 @@ NUM_SLOTS = 200
 DEADLINE_S = 180.0  # of a story that takes a second: reached only when a test fails
 
 
-def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncEngine:
+def opened(
+    model: PreTrainedModel,
+    folder: Path | None = None,
+    make: Callable[..., AsyncEngine] = AsyncEngine,
+    **scheduler: int,
+) -> AsyncEngine:
     tables: dict[str, object] = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": NUM_SLOTS * BLOCK_BYTES},
@@ -32,7 +37,7 @@ def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int)
     }
     if folder is not None:
         tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}
-    return AsyncEngine(model, tables, byte_tokenizer())
+    return make(model, tables, byte_tokenizer())
 
 
 def play(story: Coroutine[object, object, None]) -> None:
