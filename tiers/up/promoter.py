@@ -25,7 +25,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 LOADS = (Route.DISK_TO_HOST, Route.REMOTE_TO_HOST, Route.HOST_TO_DEVICE)
 REFRESH_PART = 64  # blocks refreshed per call
 MAX_WAITING = 1 << 10  # queued refreshes; beyond that the oldest are dropped, and only their recency is lost
-PART = 48  # blocks started per call, which takes half a millisecond
+PART = 32  # blocks started per call; with 48, polls of a prompt that is loaded from disk took up to 2.2 ms
 MAX_IN_FLIGHT = 160  # blocks in flight per promotion: 8 MiB at 52 KiB each, so that little must be cancelled
 
 
