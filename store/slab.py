@@ -399,7 +399,7 @@ def _transfer(
         if done <= 0:
             break
         at += done
-        if done == sum([buffer.nbytes for buffer in buffers]):  # the rule
+        if done == sum([buffer.nbytes for buffer in buffers]):  # the usual case
             return [], at
         first = 0
         while first < len(buffers) and done >= buffers[first].nbytes:

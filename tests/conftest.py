@@ -7,7 +7,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch b
 
 import gc
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from mounts import Mount, mounting
 from open_files import open_files
 
-DEADLINE_S = 60
 MAX_LEFT = 16  # descriptors that a module leaves: what its last test is still given, and what a process opens once
 
 
@@ -28,11 +26,8 @@ def files_as_found() -> Iterator[None]:
     yield
     if open_files().total() > before.total() + MAX_LEFT:
         gc.collect()
-        # What was collected has closed its ends of connections; servers of this process close theirs in their threads.
-        until = time.monotonic() + DEADLINE_S
-        while (left := open_files() - before).total() > MAX_LEFT:
-            assert time.monotonic() < until, f"the tests of this module leave open: {left.most_common(5)}"
-            time.sleep(0.01)
+        left = open_files() - before
+        assert left.total() <= MAX_LEFT, f"the tests of this module leave open: {left.most_common(5)}"
 
 
 @pytest.fixture(autouse=True)

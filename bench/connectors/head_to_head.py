@@ -179,7 +179,7 @@ def _running(
 
 @contextmanager
 def _sleeping_threads() -> Iterator[None]:
-    """Let the OpenMP threads of engines that start meanwhile sleep while they wait for each other."""
+    """Set OMP_WAIT_POLICY=passive for engines that are started meanwhile, so that their waiting threads sleep."""
     before = os.environ.get(WAIT_POLICY)
     os.environ[WAIT_POLICY] = "passive"
     try:

@@ -65,7 +65,7 @@ class InFlight:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._changed = threading.Condition()  # guards `_num_bytes` and `num_puts`
-        self.num_puts = 0
+        self.num_puts = 0  # that write now
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[None]:
@@ -407,7 +407,7 @@ def _mark(change: Change, group: Collection[Blob]) -> list[Blob]:
 
 def _parts(blobs: Sequence[Blob], max_bytes: int) -> Iterator[list[Blob]]:
     """Split *blobs* into consecutive parts of at most *max_bytes* each. A larger blob is a part by itself."""
-    if max_charged_bytes(blobs) <= max_bytes:  # the rule
+    if max_charged_bytes(blobs) <= max_bytes:  # the usual case
         yield list(blobs)
         return
     part: list[Blob] = []

@@ -9,8 +9,8 @@ GREEDY = {"extra_body": {"temperature": 0}}  # which the client has no parameter
 
 
 def client_of(server: Address, key: str = "none") -> anthropic.Anthropic:
-    """A client that tries once."""
-    http = httpx2.Client(verify=NO_TLS)
+    """A client that tries once, and leaves no connection open between its requests."""
+    http = httpx2.Client(verify=NO_TLS, limits=httpx2.Limits(max_keepalive_connections=0))
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=DEADLINE_S, http_client=http)
 
 

@@ -65,12 +65,13 @@ class Address:
         return f"http://127.0.0.1:{self.port}"
 
     def openai(self, key: str = "none") -> openai.OpenAI:
+        """A client that tries once, and leaves no connection open between its requests."""
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=key,
             max_retries=0,
             timeout=DEADLINE_S,
-            http_client=httpx.Client(verify=NO_TLS),
+            http_client=httpx.Client(verify=NO_TLS, limits=httpx.Limits(max_keepalive_connections=0)),
         )
 
     def get(self, path: str, **others: object) -> httpx.Response:
