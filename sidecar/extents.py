@@ -39,7 +39,7 @@ class Holder(Protocol):
         """
 
     def end_drain(self, extent: int) -> None:
-        """Use the slots that `drain` has emptied for chunks again."""
+        """Stop draining the extent, so that its emptied slots may hold chunks again."""
 
 
 class Extents:
@@ -109,7 +109,7 @@ class Extents:
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
         left_out = [extent for extent in self._left_out if extent < self._num_given]
         assert sorted([*self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
-        assert all(self._holders[extent] is not taker for taker, extent in self._claims.items()), "it has its claim"
+        assert all(self._holders[extent] is not taker for taker, extent in self._claims.items()), "it claims its own"
         assert len(set(self._claims.values())) == len(self._claims), "two holders claim the same extent"
 
     def _assign(self, extent: int, holder: Holder) -> None:

@@ -101,8 +101,8 @@ class Run:
     """Consecutive blocks of a prompt, which were put into the pool one after another.
 
     In *names*, the names of the run's blocks start at index *first*. There may be names of other blocks of the prompt
-    before and after them. A list of a caller only grows, at its end. A run of joined rows has a list of its own, which
-    has no names but those of its blocks and of the block before them, and may grow at both ends.
+    before and after them. A list that belongs to a caller may only grow at its end. A run of joined rows has its own
+    list. It has only the names of the run's blocks and of the block before them, and may grow at both ends.
     """
 
     names: list[BlockName]
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def offset(self) -> int:
-        """Index in *names* of the block with place 0, if there were one."""
+        """Number to add to the place of a block, which gives the index of its name in *names*."""
         return self.first - self.base
 
 

@@ -74,8 +74,8 @@ class NameTable:
     def clear(self) -> Iterator[list[BlockName]]:
         """Remove all names at once.
 
-        Returns an iterator that yields them in parts, and then frees their memory in parts, with empty lists. Names
-        that are added meanwhile do not matter to it.
+        Returns an iterator that yields them in parts, and then frees their memory in parts, with empty lists. It
+        yields no names that are added meanwhile.
         """
         removed = _removed(self._names, self._others)
         self._num_in_cells = 0
