@@ -203,7 +203,7 @@ class SlabFile:
             raise OSError(errno.EIO, "a write to a slab made no progress")
 
     def _may_write_direct(self, first: int, num_slots: int) -> bool:
-        """Return whether to write to the slots from *first* on past the page cache, if the memory is aligned for that.
+        """Return whether to bypass the page cache for the slots from *first* on, if the memory is aligned for that.
 
         Slots that are in the cache are written there, which is faster than to drop their pages.
         """

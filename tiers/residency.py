@@ -33,7 +33,7 @@ from kvtier.transfer.transfer_engine import Route
 TIER_OF: dict[int, Tier | None] = {NOWHERE: None, ON_DISK: Tier.DISK, ON_REMOTE: Tier.REMOTE}
 SLOTS_AT_ONCE = 256  # device slots checked per call, which takes 0.1 ms of the owner's thread
 LOST_AT_ONCE = 512  # lost blocks processed per call, which takes half a millisecond of the owner's thread
-LOST_TOGETHER = 8  # a group of blocks that were lost together takes as long as this many blocks more
+LOST_TOGETHER = 8  # time that each `Lost` (blocks lost together) takes in itself, counted in blocks
 OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
 """Callback for blocks of a group that have left the device; see `OnForgotten`."""
 

@@ -312,7 +312,7 @@ class Change:
                 raise lmdb.CorruptedError("the counters claim more stored bytes than all records have")
             with self._txn.cursor(db=self._tables.records) as cursor:
                 packed_rows = dict(cursor.getmulti([key for _, _, key in page]))
-            marked: set[bytes] = set()  # parents in the page that a skipped record has marked
+            marked: set[bytes] = set()  # parents of the records that were skipped in this page
             gone: dict[bytes, tuple[bytes, bytes, OldRow]] = {}
             for position, owner, key in page:
                 if excess <= 0:

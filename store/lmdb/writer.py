@@ -118,8 +118,8 @@ class LmdbWriter:
         self._max_bytes = data_file.part_bytes(files.capacity_bytes)
         self._in_flight = InFlight(2 * self._max_bytes)
         self._group = GroupCommit(files.writer, self._max_bytes, self._enter)
-        # A put of plain blocks prepares its write with the writer's lock. Each call of LMDB releases the GIL, so a
-        # thread that waited for the GIL instead would be woken up at every one of these calls. Encoding needs no lock.
+        # A put of plain blocks holds the writer's lock while it prepares its write. Without the lock, its thread would
+        # wait for the GIL, and wake up at each LMDB call of another put. Puts that encode prepare without the lock.
         self._preparing: AbstractContextManager[object] = (
             files.writer if codec is NO_CODEC and cipher is None else nullcontext()
         )

@@ -32,13 +32,13 @@ class NameTable:
     """A map from block names to the slots of a pool, with at most one name per slot. Owned by the pool's thread.
 
     A hash table in arrays: a name's first four bytes choose its bucket, which has eight cells. A cell has a slot and a
-    *mark*: three more bytes of the slot's name. Names with equal marks are told apart by the whole name, which is
-    stored by slot. If a bucket is full, its next names go into a Python dict, and so do names that do not have 32
-    bytes. No call has to enlarge or rehash anything.
+    *mark*: three more bytes of the slot's name, and a *round* (see below). Names with equal marks are told apart by the
+    whole name, which is stored by slot. If a bucket is full, its next names go into a Python dict, and so do names that
+    do not have 32 bytes. No call has to enlarge or rehash anything.
 
     Batches of names are looked up, added and removed by numpy calls. In a pool of a million slots, that takes a quarter
-    of the time of Python dicts, because the CPU waits for the cache misses of several names at the same time, and takes
-    30 bytes less per slot.
+    of the time of Python dicts, because the CPU waits for the cache misses of several names at the same time. The table
+    takes 30 bytes less per slot.
 
     The lowest byte of a mark is the *round*, which counts calls of `clear`. So cells of an earlier round are free, and
     `clear` need not visit them.
@@ -74,12 +74,12 @@ class NameTable:
     def clear(self) -> Iterator[list[BlockName]]:
         """Remove all names at once.
 
-        Returns an iterator that yields them in parts, and then frees their memory in parts, with empty lists. It
+        Returns an iterator that yields them in parts, and then empty lists while it frees their memory in parts. It
         yields no names that are added meanwhile.
         """
         removed = _removed(self._names, self._others)
         self._num_in_cells = 0
-        # Every part of the marks is zeroed before its round comes again.
+        # All marks of a round are zeroed before its number is used again.
         part = self._num_buckets * WIDTH // NUM_ROUNDS + 1
         self._marks[part * (self._round - 1) : part * self._round] = 0
         self._round = self._round % NUM_ROUNDS + 1
@@ -201,7 +201,7 @@ class NameTable:
     def _begin(self) -> None:
         self._others: dict[BlockName, int] = {}
         self._other_names: dict[int, BlockName] = {}  # by slot
-        self._names = GrowingRows(np.uint64, NAME_BYTES // 8)  # [slot]; begins with 0 without a name in a bucket
+        self._names = GrowingRows(np.uint64, NAME_BYTES // 8)  # [slot]; a row begins with 0 if its slot is in no bucket
         self._names.grow(self._num_slots)
 
     def _name(self, slot: int) -> BlockName:

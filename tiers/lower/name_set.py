@@ -23,7 +23,7 @@ SPLIT_AT_ONCE = 32  # buckets to split at once when names are added one by one
 SCAN_BUCKETS = 1 << 14  # buckets that one call of `find` scans: a megabyte of tags
 LONG = 1024  # minimum number of names for which `holds` tries whether they were added one after another
 STRIDE = 16  # it then looks up one name in this many, and compares the others with the rows next to the row found
-MIN_SHARE = 4  # and does so only if at least 1/MIN_SHARE of the names looked up are STRIDE rows apart
+MIN_SHARE = 4  # it compares only if at least 1/MIN_SHARE of the rows found are STRIDE rows from the one before
 FREE = b"\xff" * NAME_BYTES  # content of a row without a name; no hash is equal to it
 
 Rows = npt.NDArray[np.uint64]  # [names, 4]
