@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.tiers.device.block_pool import LARGE, BlockPool
-from kvtier.tiers.device.name_table import NUM_ROUNDS, NameTable
+from kvtier.tiers.device.name_table import NUM_ROUNDS, PART, NameTable
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -100,6 +100,16 @@ def test_clearing_returns_the_names_in_parts_while_others_take_their_slots() -> 
     assert sorted(name for part in parts for name in part) == sorted(first[100:])
     assert max(map(len, parts)) <= 256
     assert table.get_all(second[:-1], ABSENT).tolist() == list(range(3000))
+
+
+def test_clearing_looks_through_slots_without_names_in_parts_too() -> None:
+    table = NameTable(100 * PART)
+    table.give(BlockName(b"n" * 32), 99 * PART)
+
+    parts = list(table.clear())
+
+    assert len(parts) >= 100
+    assert sum(map(len, parts)) == 1
 
 
 def test_a_large_pool_finds_its_blocks_after_evictions_and_a_clear() -> None:
