@@ -69,6 +69,12 @@ FIGURES = [
     ),
     (
         "sidecar_speed",
+        "lookup of 131,072 tokens, all hits again: of LMCache's server's time",
+        "{:.1f}",
+        "looks up 32,768 or",
+    ),
+    (
+        "sidecar_speed",
         "lookup of 32,768 tokens, all hits: of LMCache's server's time",
         "{:.1f}",
         "looks up 32,768 or",
@@ -88,6 +94,14 @@ FIGURES = [
         "Reads from the page cache: kvtier's store",
     ),
     ("store_peers", "cold read, 64 KiB, 1 thread: kvtier / files", "{:.1f} times", "Reads from the drive"),
+    ("store_race", "store, 1 MiB: kvtier / raw O_DIRECT, 4 threads", "{:.2f}", "Stores of blocks of 1 MiB"),
+    ("store_race", "store, 1 MiB: kvtier / files", "{:.2f}", "Stores of blocks of 1 MiB"),
+    ("store_race", "store, 1 MiB: kvtier, CPU", "{:.2f} s", "Stores of blocks of 1 MiB"),
+    ("store_race", "store, 128 KiB: kvtier / raw O_DIRECT, 4 threads", "{:.2f}", "Stores of blocks of 128 KiB"),
+    ("store_race", "store, 128 KiB: kvtier, CPU", "{:.2f} s", "Stores of blocks of 128 KiB"),
+    ("store_race", "load cold, 1 MiB: kvtier / raw O_DIRECT, 8 threads", "{:.2f}", "Verified loads from the drive"),
+    ("store_race", "load cached, 1 MiB: kvtier / raw preadv", "{:.2f}", "Verified loads from the drive"),
+    ("store_race", "flush of host memory: time of raw O_DIRECT, 4 threads", "{:.1f} times", "At shutdown"),
     ("remote_speed", "load again, 32 of 1 MiB: kvtier / LMCache resp", "{:.2f}", "Loads of blocks of 1 MiB from Redis"),
     ("miss_cost", "TTFT, tiers on / off, median of pairs", "{:.2f}", "Nothing cached"),
 ]
@@ -108,3 +122,24 @@ def test_a_figure_on_the_page_is_that_of_the_committed_result(
     (entry,) = (entry for entry in entries() if question in entry)
 
     assert style.format(value) in entry
+
+
+@pytest.mark.parametrize("cache", ["connector", "vLLM's offloading", "LMCache", "Lifeboat Cache"])
+def test_a_row_of_the_table_of_caches_in_vllm_is_that_of_the_committed_result(cache: str) -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "connectors_head_to_head.json").read_text())["rows"]
+    values = {row["name"]: f"{row['value']:,.0f} ms" for row in rows if row["unit"] == "ms"}
+    names = [
+        f"{load}, {cache}: {what}"
+        for load, what in (
+            ("quiet", "cold, mean TTFT"),
+            ("quiet", "warm, mean TTFT"),
+            ("beside 2 busy loops", "cold, mean TTFT"),
+            ("beside 2 busy loops", "warm, mean TTFT"),
+            ("beside 2 busy loops", "warm, p99 of TTFT"),
+        )
+    ]
+
+    cells = re.findall(r"^\|(?: [^|]* \|){4} [^|]*\([^|]*\) \|$", PAGE.read_text(), re.MULTILINE)
+    shown = [re.findall(r"[\d,]+ ms", cell) for cell in cells]
+
+    assert [values[name] for name in names] in shown
