@@ -161,7 +161,7 @@ def test_the_openai_client_can_name_a_document(worker: ServerInThread) -> None:
 
 
 def test_a_completion_goes_on_after_the_document_that_it_names(worker: ServerInThread) -> None:
-    tokens = [random.Random(4).randrange(256) for _ in range(500)]
+    tokens = random.Random(4).choices(range(256), k=500)
     put(worker, "ids", token_ids=tokens)
     text = put(worker, "text", text="".join(map(chr, range(97, 123))) * 10, **{"as": "text"})
 

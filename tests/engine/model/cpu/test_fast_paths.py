@@ -54,7 +54,7 @@ def wrong(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def error_of(model: PreTrainedModel) -> float:
     """How far the logits of `ModelRunner` are from the model's own, as a share of the largest."""
-    prompt = [random.Random(3).randrange(VOCAB) for _ in range(sum(STEPS))]
+    prompt = random.Random(3).choices(range(VOCAB), k=sum(STEPS))
     with torch.inference_mode():
         own = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
     runner = ModelRunner(model, 16, 1 << 20)
