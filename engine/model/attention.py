@@ -85,10 +85,12 @@ class Step:
     """The inputs of one forward pass.
 
     `layers` maps the index of a layer in the model to two indices: its group, and its place within the group's slab.
+    Several layers have the same place if only the first of them keeps keys and values; the others are its `readers`.
     """
 
     groups: tuple[GroupStep, ...]
     layers: dict[int, tuple[int, int]]
+    readers: frozenset[int] = frozenset()  # indices of the layers that keep no keys and values
     gates: tuple[LayerGate, ...] = ()  # for prefixes that are still being loaded, layer by layer
     give_up_at: float = 0.0  # monotonic time at which layers stop waiting for the gates
     layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
@@ -136,8 +138,9 @@ def paged_attention(
     for gate in step.gates:
         gate.wait(layer, group.slab.shape[1], step.give_up_at)
     keys, values = group.slab[:, layer, 0], group.slab[:, layer, 1]  # [num_slots, block_size, num_kv_heads, head_dim]
-    keys[group.write_slots, group.write_offsets] = key[0].transpose(0, 1)
-    values[group.write_slots, group.write_offsets] = value[0].transpose(0, 1)
+    if layer_id not in step.readers:
+        keys[group.write_slots, group.write_offsets] = key[0].transpose(0, 1)
+        values[group.write_slots, group.write_offsets] = value[0].transpose(0, 1)
 
     _, num_heads, num_tokens, head_dim = query.shape
     scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)

@@ -64,16 +64,16 @@ def check_miniature(paged: PagedModel) -> None:
     key = (type(model), config_digest(model.config))
     if key in _checked:
         return
-    kinds = {type(layer.group) for layer in paged.layers}
+    kinds = {(type(layer.group), layer.source is None) for layer in paged.layers}
     refusal: UnsupportedModel | None = None
     try:
-        for small in miniatures(model, paged.layers):
+        for small in miniatures(model, [layer.kind for layer in paged.layers]):
             try:
                 paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
             except UnsupportedModel as error:  # too much was cut; try the next miniature, which is larger
                 refusal = error
                 continue
-            if {type(layer.group) for layer in paged_small.layers} == kinds:
+            if {(type(layer.group), layer.source is None) for layer in paged_small.layers} == kinds:
                 _check_small(model, paged_small)
                 _checked.add(key)
                 return

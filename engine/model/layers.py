@@ -11,15 +11,17 @@ from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.errors import UnsupportedModel, oom_as_memory_error
+from kvtier.engine.model.long_rope import fixed_long_rope
 from kvtier.engine.model.paged_segment import reads
+from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
 # The same for a model on the meta device, without masks. To create masks, transformers reads the values of positions,
 # and tensors on that device have no values.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
-# Rotary embeddings with which keys depend on the length of the prompt. Blocks of equal names could differ with them.
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# The rotary embedding with which keys depend on the length of the prompt. Blocks of equal names could differ with it.
+LENGTH_DEPENDENT_ROPE = "dynamic"
 STEPS_AROUND = (-2, -1, 0, 1, 2)  # offsets from the edges of a window or chunk at which masks are compared
 FAR = 1_000_003  # a position beyond every limit of known models
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
@@ -35,6 +37,12 @@ class Layer:
     group: AttentionGroup
     num_kv_heads: int
     head_dim: int
+    source: int | None = None  # the index of the earlier layer whose keys and values it reads; it keeps none then
+
+    @property
+    def kind(self) -> tuple[AttentionGroup, int, int, bool]:
+        """What distinguishes the layer from others, without the index of its source."""
+        return self.group, self.num_kv_heads, self.head_dim, self.source is None
 
 
 def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
@@ -49,7 +57,8 @@ def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
     try:
         _refuse_configuration(model)
         observation = _Observation(model, block_size)
-        _run(model, observation)
+        with fixed_long_rope(model):
+            _run(model, observation)
         observation.check_complete()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot keep its KV cache in kvtier: {error}") from error
@@ -64,15 +73,19 @@ def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
 
 
 def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
-    """Return each layer's kind of attention and bytes per block, with *itemsize* bytes for each number.
+    """Return the kind of attention and bytes per block of each layer that keeps keys and values.
 
-    The model may be on the meta device.
+    *itemsize* is the bytes of each number. The model may be on the meta device.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
     layers = observe_layers(model, block_size).values()
-    return [(layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize) for layer in layers]
+    return [
+        (layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize)
+        for layer in layers
+        if layer.source is None
+    ]
 
 
 class _Observation:
@@ -92,6 +105,7 @@ class _Observation:
         self._masks: dict[
             int, tuple[torch.Tensor, MaskFunction]
         ] = {}  # by the tensor's id; holding the tensor keeps its id unique
+        self._keys: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # keys and values of each layer that keeps them
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Create transformers' mask and record its rule. This is the mask function registered with transformers."""
@@ -130,8 +144,20 @@ class _Observation:
         group = self._group(layer_id, kwargs.get("sliding_window"))
         if attention_mask is not None:
             self._check_mask(layer_id, group, attention_mask)
-        self.layers[layer_id] = Layer(group, key.shape[1], key.shape[3])
+        self.layers[layer_id] = Layer(group, key.shape[1], key.shape[3], self._source(group, key, value))
+        if self.layers[layer_id].source is None:
+            self._keys.append((key, value, layer_id))
         return torch.zeros_like(query).transpose(1, 2), None
+
+    def _source(self, group: AttentionGroup, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """Return the index of the earlier layer of the same *group* that was handed the same tensors, if there is one.
+
+        Layers of another kind of attention may need blocks that the earlier layer no longer keeps.
+        """
+        for earlier_key, earlier_value, layer_id in self._keys:
+            if key is earlier_key and value is earlier_value and self.layers[layer_id].group == group:
+                return layer_id
+        return None
 
     def check_complete(self) -> None:
         """Raise `UnsupportedModel` unless all layers of the model were seen."""
@@ -220,7 +246,14 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
         with oom_as_memory_error("looking at the model's attention"), torch.inference_mode():
-            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+            positions = torch.arange(2, device=model.device)
+            model(
+                input_ids=positions[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=positions,
+                **{CACHE_ARGUMENT: StepCache(positions)},
+            )
     except UnsupportedModel:
         raise
     except _ERRORS as error:  # errors of the model's own code, whose messages mean nothing to the user
@@ -234,20 +267,15 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
 def _refuse_configuration(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` for features that a run on two tokens does not show.
 
-    These are loaded adapters, temperature tuning and rotary embeddings that depend on the prompt's length.
+    These are loaded adapters and rotary embeddings that depend on the prompt's length.
     """
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
             "an adapter is already loaded into it; load the model alone, and configure the adapter in [lora]"
         )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise UnsupportedModel(
-            "it scales attention by a token's index in the batch, not by its position in the prompt "
-            "(attn_temperature_tuning)"
-        )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
-        if rope_type in LENGTH_DEPENDENT_ROPE:
+        if rope_type == LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModel(f"its rotary embedding ({rope_type}) changes with the length of the prompt")
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.model.attention import IMPLEMENTATION
 from kvtier.engine.model.errors import ChangedModel
+from kvtier.engine.model.long_rope import FixedRope, fix_long_rope
 
 
 @dataclass(eq=False, slots=True)
@@ -17,6 +18,7 @@ class _Shared:
     """The state shared by all engines that use one model."""
 
     own_attention: str  # the model's attention function before the first claim
+    fixed_ropes: list[FixedRope]  # rotary embeddings that are fixed while the model has claims
     num_claims: int = 0
     in_use: threading.RLock = field(default_factory=threading.RLock)
 
@@ -27,10 +29,11 @@ _lock = threading.RLock()
 
 
 class ModelClaim:
-    """An engine's claim on a model. While a model has claims, it uses kvtier's attention function.
+    """An engine's claim on a model. While a model has claims, it uses kvtier's attention function and a fixed LongRoPE.
 
-    After the release of the last claim, the model uses its own attention function again. Engines in different threads
-    may share a model, so an engine computes only within `alone`, which admits one engine at a time.
+    After the release of the last claim, the model uses its own attention function and rotary embedding again. Engines
+    in different threads may share a model, so an engine computes only within `alone`, which admits one engine at a
+    time. Raises `UnsupportedModel` if the model's LongRoPE cannot be fixed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,7 +44,7 @@ class ModelClaim:
             if shared is None:
                 # A copy of a model that was in use has kvtier's attention function but no claim.
                 own = model.config._attn_implementation
-                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own)
+                _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own, fix_long_rope(model))
             shared.num_claims += 1
         self._shared = shared
 
@@ -86,5 +89,7 @@ class ModelClaim:
             if self._shared.num_claims:
                 return
             _models.pop(self._model, None)
+            for rope in self._shared.fixed_ropes:
+                rope.undo()
             if self._model.config._attn_implementation == IMPLEMENTATION:
                 self._model.set_attn_implementation(self._shared.own_attention)

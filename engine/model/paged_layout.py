@@ -21,7 +21,8 @@ class PagedLayout:
 
     groups: tuple[AttentionGroup, ...]
     geometry: tuple[GroupGeometry, ...]  # of each group
-    places: dict[int, tuple[int, int]]  # layer id -> (group id, index of the layer in the group's slab)
+    places: dict[int, tuple[int, int]]  # layer id -> (group id, index in the group's slab of what it reads)
+    readers: frozenset[int]  # ids of the layers that read another layer's keys and values, and keep none
     block_size: int
     dtype: torch.dtype
 
@@ -74,11 +75,13 @@ class PagedLayout:
 
 def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtype) -> PagedLayout:
     """Return the layout in which layers of equal attention and KV shape share a slab. *layers* maps ids to layers."""
-    kinds = list(dict.fromkeys(layers.values()))
+    kinds = list(dict.fromkeys(layer for layer in layers.values() if layer.source is None))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
     geometry = tuple(
         GroupGeometry(repr(kind.group), tuple(ids), kind.num_kv_heads, kind.head_dim)
         for kind, ids in zip(kinds, members, strict=True)
     )
     places = {layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)}
-    return PagedLayout(tuple(kind.group for kind in kinds), geometry, places, block_size, dtype)
+    sources = {layer_id: layer.source for layer_id, layer in layers.items() if layer.source is not None}
+    places |= {layer_id: places[source] for layer_id, source in sources.items()}
+    return PagedLayout(tuple(kind.group for kind in kinds), geometry, places, frozenset(sources), block_size, dtype)

@@ -15,6 +15,7 @@ from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
+from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -93,7 +94,9 @@ class PagedModel:
             ChangedModel: If some layer did not call kvtier's attention.
         """
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
+        positions = torch.tensor(
+            [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))], device=self.device
+        )
         ends, end = [], 0
         for chunk in chunks:
             end += len(chunk.token_ids)
@@ -103,9 +106,10 @@ class PagedModel:
             self.claim.check()
             logits: torch.Tensor = self.model(
                 input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
+                **{CACHE_ARGUMENT: StepCache(positions)},
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
@@ -118,7 +122,7 @@ class PagedModel:
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[Step]:
         groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
         gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
-        step = Step(groups, self._layout.places, gates, time.monotonic() + ARRIVAL_WAIT_S)
+        step = Step(groups, self._layout.places, self._layout.readers, gates, time.monotonic() + ARRIVAL_WAIT_S)
         token = current_step.set(step)
         try:
             yield step

@@ -221,7 +221,7 @@ def flip(place: tuple[Path, int, int]) -> None:
     ("factory", "reason"),
     [
         ("Bloom", "AttentionInterface"),
-        ("Mamba", "AttentionInterface"),
+        ("Mamba", "state other than keys and values"),
         ("DeepseekV3", "latent attention"),
         ("Llama", "changes with the length"),
     ],

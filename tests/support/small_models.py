@@ -50,13 +50,14 @@ MORE_MODELS = {
     "gpt_oss": lambda common: GptOssForCausalLM(  # attention sinks
         GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=40)
     ),
-    "llama4": lambda common: Llama4ForCausalLM(  # chunked attention
+    "llama4": lambda common: Llama4ForCausalLM(  # chunked attention, and a temperature that grows with the position
         Llama4TextConfig(
             **common,
             num_local_experts=2,
             attention_chunk_size=48,
             intermediate_size_mlp=128,
-            attn_temperature_tuning=False,
+            floor_scale=16,
+            no_rope_layers=[1, 1, 1, 0],
         )
     ),
 }

@@ -1,6 +1,7 @@
 """Families of transformers' models, small and with random weights: equal to plain transformers, or refused with why."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvtier.engine.model.attention import paged_attention
+from kvtier.engine.model.digest import weights_digest
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import Chunk, ModelRunner
 
@@ -34,6 +36,40 @@ LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,  # of the rotated part
 }
+# As published, with the last layers reading the keys and values of earlier ones.
+SHARED_KV = {
+    **COMMON,
+    "pad_token_id": 0,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    **WINDOW,
+}
+TUNED = {  # the temperature of attention grows with a token's position
+    "num_hidden_layers": 4,
+    "num_local_experts": 2,
+    "attention_chunk_size": 48,
+    "intermediate_size_mlp": 128,
+    "attn_temperature_tuning": True,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "no_rope_layers": [1, 0, 1, 0],
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+    "factor": 64.0,
+}
+LONG_PHI3 = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": LONG_ROPE,
+    "sliding_window": None,
+}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": VOCAB, "initializer_range": 0.1}
 EQUAL: dict[str, dict[str, Any]] = {
     "Apertus": {},
@@ -52,11 +88,14 @@ EQUAL: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "Gemma": {},
     "Gemma2": HALF,
+    "Gemma3n": {**SHARED_KV, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
+    "Gemma4": {**SHARED_KV, "global_head_dim": 16},
     "Glm": {},
     "Glm4": {},
     "Granite": {},
     "GraniteMoe": EXPERTS,
     "Helium": {},
+    "Llama4": TUNED,
     "Mixtral": EXPERTS,
     "ModernBertDecoder": {
         "local_attention": 24,
@@ -85,16 +124,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DeepseekV3": (LATENT, "latent attention"),
     "DeepseekV32": ({**LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}, "sparse attention|latent"),
     "Doge": ({"keep_window_size": 2048}, "attention mask of its own"),
-    "FalconH1": ({}, "of kind hybrid"),
-    "Mamba": ({}, "0 of its 2 layers call the attention function"),
+    "FalconH1": ({}, "layer 0 keeps a state other than keys and values"),
+    "Mamba": ({}, "layer 0 keeps a state other than keys and values"),
     "MiMoV2Flash": ({}, "its keys have"),
     "RecurrentGemma": ({}, "of its 2 layers call"),
 }
 
 
+TEXT_ONLY = {"Gemma3n", "Gemma4", "Llama4"}  # families whose text model has a configuration of its own
+
+
 def build(family: str, more: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **more})
+    text = "Text" if family in TEXT_ONLY else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**SMALL, **more})
     names = (f"{family}ForCausalLM", f"{family}LMHeadModel")
     kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     model: PreTrainedModel = kind(config).eval()
@@ -104,7 +147,7 @@ def build(family: str, more: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.parametrize("family", EQUAL)
 def test_a_family_gives_the_logits_of_plain_transformers(family: str) -> None:
     model = build(family, EQUAL[family])
-    prompt = [random.Random(3).randrange(VOCAB) for _ in range(sum(STEPS))]
+    prompt = random.Random(3).choices(range(VOCAB), k=sum(STEPS))
     with torch.inference_mode():
         model.set_attn_implementation("eager")
         plain = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
@@ -118,6 +161,85 @@ def test_a_family_gives_the_logits_of_plain_transformers(family: str) -> None:
         worst = max(worst, float((logits - plain[start - 1]).abs().max() / plain.abs().max()))
 
     assert worst <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
+def test_layers_that_read_the_keys_and_values_of_others_keep_none(family: str) -> None:
+    model = build(family, EQUAL[family])
+    runner = ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert sorted(layer_id for group in runner.geometry for layer_id in group.layer_ids) == [0, 1, 2]
+    assert [layer.source for layer in runner.layers] == [None, None, None, 1, 2, 1]
+
+
+def logits_by_chunks(runner: ModelRunner, prompt: list[int], num_tokens: Sequence[int]) -> list[torch.Tensor]:
+    tables = [random.Random(5).sample(range(runner.num_slots), 8) for _ in runner.groups]
+    start, logits = 0, []
+    for number in num_tokens:
+        logits.append(runner.run([Chunk(prompt[start : start + number], start, tables)])[0])
+        start += number
+    return logits
+
+
+def test_keys_of_a_short_prompt_are_right_in_a_long_one_if_the_model_chooses_frequencies_by_length() -> None:
+    prompt = random.Random(3).choices(range(VOCAB), k=120)
+    model = build("Phi3", LONG_PHI3)
+    with torch.inference_mode():  # as long as this, so that transformers takes the long frequencies for every token
+        plain = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+
+    runner = ModelRunner(model, BLOCK_SIZE, 1 << 20)
+    short, long = logits_by_chunks(runner, prompt, (60, 60))
+
+    for found, expected in ((short, plain[59]), (long, plain[119])):
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5
+
+
+def test_a_model_no_longer_than_its_first_training_keeps_the_short_frequencies() -> None:
+    prompt = random.Random(3).choices(range(VOCAB), k=64)
+    model = build("Phi3", {**LONG_PHI3, "max_position_embeddings": 64})
+    with torch.inference_mode():
+        plain = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+
+    runner = ModelRunner(model, BLOCK_SIZE, 1 << 20)
+    *_, last = logits_by_chunks(runner, prompt, (60, 4))
+
+    assert float((last - plain[63]).abs().max() / plain[63].abs().max()) <= 1e-5
+
+
+def test_a_model_chooses_its_frequencies_again_after_the_last_engine_closed() -> None:
+    prompt = torch.tensor([random.Random(3).choices(range(VOCAB), k=60)])
+    model = build("Phi3", LONG_PHI3)
+    with torch.inference_mode():
+        before = model(input_ids=prompt, use_cache=False).logits
+        first, second = (ModelRunner(model, BLOCK_SIZE, 1 << 20) for _ in range(2))
+        first.close()
+        with second.claim.own_attention():
+            meanwhile = model(input_ids=prompt, use_cache=False).logits
+        second.close()
+        after = model(input_ids=prompt, use_cache=False).logits
+
+    assert torch.equal(before, after)
+    assert not torch.equal(before, meanwhile)
+
+
+def test_the_chosen_frequencies_are_part_of_the_namespace() -> None:
+    model = build("Phi3", LONG_PHI3)
+    before = weights_digest(model)
+
+    runner = ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert runner.namespace("sha256", "").weights_digest != before
+    runner.close()
+    assert weights_digest(model) == before
+
+
+def test_an_embedding_whose_scale_also_depends_on_the_prompt_is_refused() -> None:
+    scales = {"short_mscale": 1.1, "long_mscale": 1.3}
+    more = {**EXPERTS, "original_max_position_embeddings": 64, "rope_parameters": {**LONG_ROPE, **scales}}
+    model = build("Phimoe", more)
+
+    with pytest.raises(UnsupportedModel, match=r"longrope\) changes with the length of the prompt"):
+        ModelRunner(model, BLOCK_SIZE, 1 << 20)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -1,0 +1,99 @@
+"""LongRoPE fixed for a model's length, so that the keys of a token do not depend on the length of its prompt.
+
+LongRoPE has two sets of frequencies: short ones for prompts up to the length that the model was first trained on, and
+long ones for longer prompts. transformers chooses by the prompt, and the keys that a short prompt leaves in the cache
+would be wrong in a long one. kvtier chooses by the model, as vLLM does: if the model takes longer prompts, every prompt
+gets the long frequencies. The choice is part of the digest that names the model's blocks.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvtier.engine.model.errors import UnsupportedModel
+
+LONG_ROPE = "longrope"
+
+
+class FixedRope:
+    """A rotary embedding of a model whose LongRoPE frequencies are fixed until `undo`. Does not refer to the model."""
+
+    def __init__(self, module: torch.nn.Module, layer_type: str | None) -> None:
+        """Fix the frequencies of *module*, for the layers of *layer_type* if it has several kinds of embeddings."""
+        self._module: Any = module
+        self._layer_type = layer_type
+        config: Any = self._module.config
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        self._original = parameters["original_max_position_embeddings"]
+        is_long = config.max_position_embeddings > self._original
+        self._options = {} if layer_type is None else {"layer_type": layer_type}
+        self._frequencies = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+        self._before = self._frequencies.clone()
+        chosen, _ = ROPE_INIT_FUNCTIONS[LONG_ROPE](
+            config, self._frequencies.device, seq_len=self._original + is_long, **self._options
+        )
+        self._set(chosen, f"{LONG_ROPE}-{'long' if is_long else 'short'}")
+
+    def undo(self) -> None:
+        """Let transformers choose the frequencies by the prompt again."""
+        self._set(self._before, LONG_ROPE)
+
+    def check(self) -> None:
+        """Raise `UnsupportedModel` if a token's embedding changes with the other positions in the batch."""
+        device = self._frequencies.device
+        if device.type == "meta":  # its tensors have no values
+            return
+        numbers = torch.zeros(1, device=device)
+        short, long = (torch.tensor([[0, 1, last]], device=device) for last in (2, self._original + 1))
+        of_short, of_long = (self._module(numbers, positions, **self._options) for positions in (short, long))
+        if any(not torch.equal(a[:, :2], b[:, :2]) for a, b in zip(of_short, of_long, strict=True)):
+            raise UnsupportedModel(f"its rotary embedding ({LONG_ROPE}) changes with the length of the prompt")
+
+    @torch.no_grad()
+    def _set(self, frequencies: torch.Tensor, kind: str) -> None:
+        """Set the frequencies, and the kind by which transformers decides whether to choose them by the prompt."""
+        self._frequencies.copy_(frequencies)
+        self._module.rope_type = (
+            kind if self._layer_type is None else {**self._module.rope_type, self._layer_type: kind}
+        )
+
+
+def fix_long_rope(model: PreTrainedModel) -> list[FixedRope]:
+    """Fix the frequencies of all LongRoPE embeddings of the model that are not fixed yet, and return them.
+
+    The model may be on the meta device.
+
+    Raises:
+        UnsupportedModel: If an embedding still depends on the length of the prompt. Nothing is fixed then.
+    """
+    fixed: list[FixedRope] = []
+    try:
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else [(None, kinds)]:
+                if kind == LONG_ROPE:
+                    fixed.append(FixedRope(module, layer_type))
+                    fixed[-1].check()
+    except UnsupportedModel:
+        _undo(fixed)
+        raise
+    return fixed
+
+
+@contextmanager
+def fixed_long_rope(model: PreTrainedModel) -> Iterator[None]:
+    """While in the context, fix the frequencies of the model's LongRoPE, as `fix_long_rope` does."""
+    fixed = fix_long_rope(model)
+    try:
+        yield
+    finally:
+        _undo(fixed)
+
+
+def _undo(fixed: list[FixedRope]) -> None:
+    for rope in fixed:
+        rope.undo()

@@ -1,0 +1,75 @@
+"""StepCache: the cache that a model is given for one pass, in place of transformers' own."""
+
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache
+
+from kvtier.engine.model.errors import UnsupportedModel
+
+# The argument of a model's forward that takes a cache: "cache", or "past_key_values" before transformers 5.24.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+class StepCache(Cache):
+    """The cache that a model is given for one pass over chunks of several requests.
+
+    It keeps nothing: keys and values go on to kvtier's attention function, which writes them into the slabs. It tells
+    the layers that ask for it how far each token is from the beginning of its own prompt.
+
+    Raises `UnsupportedModel` if a layer hands over a state that kvtier cannot keep.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        """*positions*, [num_tokens] int64, are those of the batch's tokens in their own prompts."""
+        super().__init__(layers=[])
+        self._positions = positions
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Return for each token of the batch its position less its index in the batch, [num_tokens] int64.
+
+        A layer that scales its queries by their positions adds the index. Models ask without a layer to number their
+        tokens, for which they are given positions already: the answer is 0.
+        """
+        if layer_idx is None:
+            return 0
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        _refuse_state(layer_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        _refuse_state(layer_idx)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        _refuse_state(layer_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        _refuse_state(layer_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        _refuse_state(layer_idx)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> NoReturn:
+        """Raise `UnsupportedModel`."""
+        raise UnsupportedModel(f"layer {layer_idx} chooses the keys that it reads (sparse attention)")
+
+
+def _refuse_state(layer_idx: int | None) -> NoReturn:
+    layer = "it" if layer_idx is None else f"layer {layer_idx}"
+    raise UnsupportedModel(f"{layer} keeps a state other than keys and values (recurrent or convolution)")
