@@ -85,7 +85,7 @@ class Step:
     """The inputs of one forward pass.
 
     `layers` maps the index of a layer in the model to two indices: its group, and its place within the group's slab.
-    Several layers have the same place if only the first of them keeps keys and values; the others are its `readers`.
+    A layer that reads the keys and values of an earlier layer has the place of that layer, and is in `readers`.
     """
 
     groups: tuple[GroupStep, ...]

@@ -20,7 +20,7 @@ OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while 
 # The same for a model on the meta device, without masks. To create masks, transformers reads the values of positions,
 # and tensors on that device have no values.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
-# The rotary embedding with which keys depend on the length of the prompt. Blocks of equal names could differ with it.
+# The rotary embedding that makes keys depend on the prompt's length: blocks with the same name could differ.
 LENGTH_DEPENDENT_ROPE = "dynamic"
 STEPS_AROUND = (-2, -1, 0, 1, 2)  # offsets from the edges of a window or chunk at which masks are compared
 FAR = 1_000_003  # a position beyond every limit of known models
@@ -37,7 +37,7 @@ class Layer:
     group: AttentionGroup
     num_kv_heads: int
     head_dim: int
-    source: int | None = None  # the index of the earlier layer whose keys and values it reads; it keeps none then
+    source: int | None = None  # earlier layer whose keys and values this one reads; None if it keeps its own
 
     @property
     def kind(self) -> tuple[AttentionGroup, int, int, bool]:
@@ -75,7 +75,7 @@ def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
 def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
     """Return the kind of attention and bytes per block of each layer that keeps keys and values.
 
-    *itemsize* is the bytes of each number. The model may be on the meta device.
+    *itemsize* is the number of bytes per element. The model may be on the meta device.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
@@ -150,9 +150,10 @@ class _Observation:
         return torch.zeros_like(query).transpose(1, 2), None
 
     def _source(self, group: AttentionGroup, key: torch.Tensor, value: torch.Tensor) -> int | None:
-        """Return the index of the earlier layer of the same *group* that was handed the same tensors, if there is one.
+        """Return the index of an earlier layer of the same *group* that was passed the same tensors; None without one.
 
-        Layers of another kind of attention may need blocks that the earlier layer no longer keeps.
+        A layer with another kind of attention keeps its own copy, because it may need blocks that the earlier layer's
+        group has already evicted.
         """
         for earlier_key, earlier_value, layer_id in self._keys:
             if key is earlier_key and value is earlier_value and self.layers[layer_id].group == group:

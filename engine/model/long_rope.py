@@ -1,9 +1,9 @@
-"""LongRoPE fixed for a model's length, so that the keys of a token do not depend on the length of its prompt.
+"""LongRoPE with one set of frequencies for all prompts, so that a token's keys do not depend on its prompt's length.
 
-LongRoPE has two sets of frequencies: short ones for prompts up to the length that the model was first trained on, and
-long ones for longer prompts. transformers chooses by the prompt, and the keys that a short prompt leaves in the cache
-would be wrong in a long one. kvtier chooses by the model, as vLLM does: if the model takes longer prompts, every prompt
-gets the long frequencies. The choice is part of the digest that names the model's blocks.
+LongRoPE has short frequencies for prompts up to the length that the model was first trained on, and long ones for
+longer prompts. transformers chooses the set by the length of each prompt. Then the cached keys of a short prompt would
+be wrong in a longer prompt. Like vLLM, kvtier uses one set per model: the long one if the model accepts longer prompts
+than it was first trained on. The chosen frequencies are part of the digest that identifies the model's blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,10 +20,10 @@ LONG_ROPE = "longrope"
 
 
 class FixedRope:
-    """A rotary embedding of a model whose LongRoPE frequencies are fixed until `undo`. Does not refer to the model."""
+    """A rotary embedding whose LongRoPE frequencies are fixed until `undo`. Holds no reference to the model."""
 
     def __init__(self, module: torch.nn.Module, layer_type: str | None) -> None:
-        """Fix the frequencies of *module*, for the layers of *layer_type* if it has several kinds of embeddings."""
+        """Fix the frequencies of *module*; only those of *layer_type* unless that is None."""
         self._module: Any = module
         self._layer_type = layer_type
         config: Any = self._module.config
@@ -39,11 +39,11 @@ class FixedRope:
         self._set(chosen, f"{LONG_ROPE}-{'long' if is_long else 'short'}")
 
     def undo(self) -> None:
-        """Let transformers choose the frequencies by the prompt again."""
+        """Restore the original frequencies, so that transformers again chooses them by the length of the prompt."""
         self._set(self._before, LONG_ROPE)
 
     def check(self) -> None:
-        """Raise `UnsupportedModel` if a token's embedding changes with the other positions in the batch."""
+        """Raise `UnsupportedModel` if the embedding of a position changes with the largest position in the batch."""
         device = self._frequencies.device
         if device.type == "meta":  # its tensors have no values
             return
@@ -55,7 +55,7 @@ class FixedRope:
 
     @torch.no_grad()
     def _set(self, frequencies: torch.Tensor, kind: str) -> None:
-        """Set the frequencies, and the kind by which transformers decides whether to choose them by the prompt."""
+        """Set the frequencies and the module's rope type. transformers changes them only if the type is "longrope"."""
         self._frequencies.copy_(frequencies)
         self._module.rope_type = (
             kind if self._layer_type is None else {**self._module.rope_type, self._layer_type: kind}

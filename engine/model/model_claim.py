@@ -29,11 +29,11 @@ _lock = threading.RLock()
 
 
 class ModelClaim:
-    """An engine's claim on a model. While a model has claims, it uses kvtier's attention function and a fixed LongRoPE.
+    """An engine's claim on a model. While claimed, the model uses kvtier's attention and fixed LongRoPE frequencies.
 
     After the release of the last claim, the model uses its own attention function and rotary embedding again. Engines
     in different threads may share a model, so an engine computes only within `alone`, which admits one engine at a
-    time. Raises `UnsupportedModel` if the model's LongRoPE cannot be fixed.
+    time. The constructor raises `UnsupportedModel` if the frequencies of the model's LongRoPE cannot be fixed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -16,14 +16,14 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forwar
 class StepCache(Cache):
     """The cache that a model is given for one pass over chunks of several requests.
 
-    It keeps nothing: keys and values go on to kvtier's attention function, which writes them into the slabs. It tells
-    the layers that ask for it how far each token is from the beginning of its own prompt.
+    The cache stores nothing. `update` returns new keys and values unchanged, and kvtier's attention function writes
+    them into the slabs. `get_seq_length` lets a layer compute each token's position in its own prompt.
 
-    Raises `UnsupportedModel` if a layer hands over a state that kvtier cannot keep.
+    Methods for states other than keys and values, and for sparse attention, raise `UnsupportedModel`.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
-        """*positions*, [num_tokens] int64, are those of the batch's tokens in their own prompts."""
+        """Create a cache for one batch. *positions*, [num_tokens] int64, has each token's position in its prompt."""
         super().__init__(layers=[])
         self._positions = positions
 
@@ -34,10 +34,11 @@ class StepCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Return for each token of the batch its position less its index in the batch, [num_tokens] int64.
+        """Return an offset for each token of the batch, [num_tokens] int64; 0 if *layer_idx* is None.
 
-        A layer that scales its queries by their positions adds the index. Models ask without a layer to number their
-        tokens, for which they are given positions already: the answer is 0.
+        The offset is the token's position in its prompt minus its index in the batch. A layer that scales queries by
+        position (Llama 4) adds the index to the offset, and so gets the position. A model calls the method without
+        *layer_idx* only to compute positions. kvtier passes the positions to the model, so this result is not used.
         """
         if layer_idx is None:
             return 0
@@ -72,4 +73,4 @@ class StepCache(Cache):
 
 def _refuse_state(layer_idx: int | None) -> NoReturn:
     layer = "it" if layer_idx is None else f"layer {layer_idx}"
-    raise UnsupportedModel(f"{layer} keeps a state other than keys and values (recurrent or convolution)")
+    raise UnsupportedModel(f"{layer} keeps a state other than keys and values (recurrent or convolutional)")

@@ -17,7 +17,7 @@ WIDTH = 8  # cells per bucket: the marks of a bucket fill half a cache line
 BUCKET_BYTES = 4 * WIDTH
 MEAN = 3  # names per bucket of a full pool, so that one name in 600 finds its bucket full
 FEW = 24  # minimum number of names for which numpy calls are faster than a loop
-PART = 256  # slots whose names `clear` returns at once
+PART = 256  # maximum number of names in each part that the iterator of `clear` yields
 NUM_ROUNDS = 255  # values of a round: the lowest byte of a mark, without 0
 ROUND_MASK = 0xFF
 NO_CELL = -1  # the cell of a slot whose name is not in a bucket
@@ -74,8 +74,8 @@ class NameTable:
     def clear(self) -> Iterator[list[BlockName]]:
         """Remove all names at once.
 
-        Returns an iterator that yields them in parts, some of which may be empty, and then empty lists while it frees
-        their memory in parts. It yields no names that are added meanwhile.
+        Returns an iterator that yields the removed names in lists, some of them empty. Then it frees the names' memory
+        in parts, and yields an empty list after each part. It does not yield names that were added after the call.
         """
         removed = _removed(self._names, self._others)
         self._num_in_cells = 0
