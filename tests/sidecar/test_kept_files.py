@@ -1,6 +1,7 @@
 """What the service manager is to keep, told to a real datagram socket in its place."""
 
 import fcntl
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def test_a_segment_that_was_taken_over_is_kept_already(
 def test_a_new_segment_is_kept_also_where_its_number_is_that_of_the_one_which_was_of_no_use(
     systemd: Systemd, manager: socket.socket, tmp_path: Path
 ) -> None:
+    gc.collect()  # closes files that earlier tests left, so that no lower number becomes free meanwhile
     with Segment(MIB, tmp_path) as before:
         number = before.lock_file  # which the next segment's has too, as the lowest that is free
     useless = os.memfd_create("left")
