@@ -65,10 +65,9 @@ class RowLayout:
         shapes = dict.fromkeys(filter(None, self.shapes))
         return tuple(
             GroupGeometry(
-                f"window {shape.window}, values of {shape.value_dim}, {shape.dtype}",
+                f"window {shape.window}, {shape.dtype}",
                 tuple(layer_id for layer_id, other in enumerate(self.shapes) if other == shape),
-                shape.num_heads,
-                shape.key_dim,
+                ((shape.num_heads, shape.key_dim), (shape.num_heads, shape.value_dim)),
             )
             for shape in shapes
         )

@@ -13,10 +13,12 @@ from transformers import AttentionInterface
 
 from kvtier.engine.model.cpu.row_attention import RowAttention, RowPlan
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
+from kvtier.engine.model.latent_attention import LatentPaths, Matrices, attend_latent, rows_of
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
-from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
+from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered, attend_parts
 from kvtier.engine.model.paged_in_place import LaunchPlan, attend_in_place
 from kvtier.engine.model.paged_segment import Segment, segment
+from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
 
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
@@ -45,11 +47,13 @@ class Paths:
 class GroupStep:
     """The inputs of one attention group in one forward pass. All layers of a group have the same attention."""
 
-    slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
+    slab: DeviceSlab
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
     write_offsets: torch.Tensor  # [num_tokens] int64: the token's position within the block
     segments: tuple[Segment, ...]
     row_attention: RowAttention
+    latent: LatentPaths | None = None  # if the layers of the group keep latent rows
+    matrices: Mapping[int, Matrices] = field(default_factory=dict)  # by latent layer; empty if they cannot be absorbed
     scratch: Scratch = field(default_factory=Scratch)
     # By the arguments of `paths_of`. The first layer fills it, and the other layers reuse the entries.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
@@ -67,11 +71,12 @@ class GroupStep:
         return paths
 
     def _choose_paths(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        _, num_layers, _, _, num_kv_heads, head_dim = self.slab.shape
-        kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
+        slab = self.slab.tensor
+        _, num_layers, _, _, num_kv_heads, head_dim = slab.shape
+        kind, device, dtype = self.segments[0].group, slab.device, slab.dtype
         shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
         rows, others = self.row_attention.split(self.segments, shape)
-        choice = choose(shape, self.slab)
+        choice = choose(shape, slab)
         in_place = [part for part in others if choice.in_place(part)]
         return Paths(
             tuple(part for part in others if not choice.in_place(part)),
@@ -94,6 +99,29 @@ class Step:
     gates: tuple[LayerGate, ...] = ()  # for prefixes that are still being loaded, layer by layer
     give_up_at: float = 0.0  # monotonic time at which layers stop waiting for the gates
     layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
+
+    def receive(self, first: torch.Tensor, second: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows of a latent layer into its slab, and return the rows that its module is to expand.
+
+        *first* are latents, [1, 1, num_tokens, rank], and *second* rotated keys, [1, 1, num_tokens, rope]. Keys and
+        values of other layers are returned as they are.
+        """
+        group_id, layer = self.layers.get(layer_id, (0, 0))
+        group = self.groups[group_id]
+        if group.latent is None:
+            return first, second
+        self.wait_for(group, layer)
+        kept = group.slab.parts[0][:, layer, :, 0]  # [num_slots, block_size, rank + rope]
+        kept[group.write_slots, group.write_offsets] = torch.cat([first, second], dim=3)[0, 0]
+        if not group.latent.reads_earlier:
+            return first, second
+        rows = torch.cat([rows_of(kept, part) for part, _ in group.latent.expanded])[None, None]
+        return rows[..., : first.shape[3]], rows[..., first.shape[3] :]
+
+    def wait_for(self, group: "GroupStep", layer: int) -> None:
+        """Wait until the blocks of prefixes that are still being loaded have arrived, in one layer of the group."""
+        for gate in self.gates:
+            gate.wait(layer, group.slab.num_layers, self.give_up_at)
 
 
 # transformers cannot pass an object of kvtier to the attention function, so a context variable carries the step.
@@ -135,23 +163,29 @@ def paged_attention(
     step.layers_seen.add(layer_id)
     group_id, layer = step.layers[layer_id]
     group = step.groups[group_id]
-    for gate in step.gates:
-        gate.wait(layer, group.slab.shape[1], step.give_up_at)
-    keys, values = group.slab[:, layer, 0], group.slab[:, layer, 1]  # [num_slots, block_size, num_kv_heads, head_dim]
-    if layer_id not in step.readers:
-        keys[group.write_slots, group.write_offsets] = key[0].transpose(0, 1)
-        values[group.write_slots, group.write_offsets] = value[0].transpose(0, 1)
-
     _, num_heads, num_tokens, head_dim = query.shape
     scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)
+    output = query.new_empty(num_tokens, num_heads, value.shape[3])
+    if group.latent is not None:  # its rows were written when its module handed them to `Step.receive`
+        kept = group.slab.parts[0][:, layer, :, 0]
+        attend_latent(query, key, value, kept, group.latent, group.matrices.get(layer_id), scoring, output)
+        return output.unsqueeze(0), None
+    step.wait_for(group, layer)
+    kept_of = [part[:, layer] for part in group.slab.parts]  # [num_slots, block_size, num_kv_heads, width]
+    if layer_id not in step.readers:
+        for kept, new in zip(kept_of, (key, value), strict=True):
+            kept[group.write_slots, group.write_offsets] = new[0].transpose(0, 1)
+    if not group.slab.is_pair:
+        attend_parts(query, kept_of, group.segments, scoring, output)
+        return output.unsqueeze(0), None
+    slab = group.slab.tensor
     paths = group.paths_of(num_heads, softcap is not None, s_aux is not None)
-    output = query.new_empty(num_tokens, num_heads, head_dim)
     if paths.gathered:
-        attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
+        attend_gathered(query, slab, layer, paths.gathered, scoring, output, group.scratch)
     if paths.rows is not None:
-        group.row_attention.attend(query, group.slab, layer, paths.rows, scoring, output)
+        group.row_attention.attend(query, slab, layer, paths.rows, scoring, output)
     if paths.in_place is not None:
-        attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
+        attend_in_place(query, slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None
 
 

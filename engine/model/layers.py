@@ -1,6 +1,6 @@
 """Detection of each attention layer's kind and geometry, by running the model once on two tokens."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +32,27 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """An attention layer's kind of attention and sizes, as found by running the model."""
+    """An attention layer's kind of attention and what it keeps of a token, as found by running the model."""
 
     group: AttentionGroup
-    num_kv_heads: int
-    head_dim: int
+    parts: tuple[tuple[int, int], ...]  # (heads, width) of keys and of values, or of one latent row
     source: int | None = None  # earlier layer whose keys and values this one reads; None if it keeps its own
+    rank: int = 0  # number of latents at the beginning of a latent row, before the rotated key; 0 for keys and values
 
     @property
-    def kind(self) -> tuple[AttentionGroup, int, int, bool]:
-        """What distinguishes the layer from others, without the index of its source."""
-        return self.group, self.num_kv_heads, self.head_dim, self.source is None
+    def kind(self) -> tuple[AttentionGroup, tuple[tuple[int, int], ...], bool]:
+        """The layer's attention group, its parts, and whether it keeps them itself."""
+        return self.group, self.parts, self.source is None
+
+    @property
+    def is_latent(self) -> bool:
+        """True if the layer keeps a latent row, from which its module expands keys and values."""
+        return self.rank > 0
+
+
+def numbers_of(parts: Sequence[tuple[int, int]]) -> int:
+    """Return how many numbers a layer keeps of a token, given its parts (heads, width)."""
+    return sum(heads * width for heads, width in parts)
 
 
 def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
@@ -81,11 +91,7 @@ def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tu
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
     layers = observe_layers(model, block_size).values()
-    return [
-        (layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize)
-        for layer in layers
-        if layer.source is None
-    ]
+    return [(layer.group, block_size * numbers_of(layer.parts) * itemsize) for layer in layers if layer.source is None]
 
 
 class _Observation:
@@ -106,6 +112,7 @@ class _Observation:
             int, tuple[torch.Tensor, MaskFunction]
         ] = {}  # by the tensor's id; holding the tensor keeps its id unique
         self._keys: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # keys and values of each layer that keeps them
+        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, what it handed to its cache
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Create transformers' mask and record its rule. This is the mask function registered with transformers."""
@@ -133,7 +140,6 @@ class _Observation:
             raise UnsupportedModel(
                 f"its keys have dtype {key.dtype} and its weights {self._model.dtype}; kvtier needs the same for both"
             )
-        self._check_shapes(key, value)
         if kwargs.get("position_bias") is not None:
             raise UnsupportedModel(
                 "it adds a bias for each distance between tokens (position_bias), which kvtier does not support"
@@ -144,10 +150,21 @@ class _Observation:
         group = self._group(layer_id, kwargs.get("sliding_window"))
         if attention_mask is not None:
             self._check_mask(layer_id, group, attention_mask)
-        self.layers[layer_id] = Layer(group, key.shape[1], key.shape[3], self._source(group, key, value))
+        handed = self._handed.get(layer_id)
+        if handed is not None and hasattr(module, "expand_kv") and handed[0] is not key:
+            rank, rope = handed[0].shape[3], handed[1].shape[3]
+            self.layers[layer_id] = Layer(group, ((1, rank + rope),), rank=rank)
+        else:
+            parts = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+            self.layers[layer_id] = Layer(group, parts, self._source(group, key, value))
         if self.layers[layer_id].source is None:
             self._keys.append((key, value, layer_id))
-        return torch.zeros_like(query).transpose(1, 2), None
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def receive(self, first: torch.Tensor, second: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record what a layer hands to its cache, keys and values or the two parts of a latent row; return it."""
+        self._handed[layer_id] = (first, second)
+        return first, second
 
     def _source(self, group: AttentionGroup, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """Return the index of an earlier layer of the same *group* that was passed the same tensors; None without one.
@@ -168,15 +185,6 @@ class _Observation:
                 f"{len(self.layers)} of its {num_layers} layers call the attention function that is registered with "
                 "transformers (AttentionInterface); kvtier cannot cache the state of the other layers"
             )
-
-    def _check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        if key.shape == value.shape:
-            return
-        latent = " (latent attention)" if getattr(self._config, "kv_lora_rank", None) else ""
-        raise UnsupportedModel(
-            f"its keys have {key.shape[1]} heads of {key.shape[3]} numbers and its values {value.shape[1]} heads of "
-            f"{value.shape[3]}; kvtier's blocks need the same for both{latent}"
-        )
 
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
         """Raise `UnsupportedModel` if the layer's mask does not fit its kind of attention.
@@ -253,7 +261,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=positions,
-                **{CACHE_ARGUMENT: StepCache(positions)},
+                **{CACHE_ARGUMENT: StepCache(positions, observation.receive)},
             )
     except UnsupportedModel:
         raise

@@ -105,6 +105,17 @@ class LoraRows:
                 "would be added to wrong requests; use adapters without this layer"
             )
 
+    def check_unused(self, of_expansion: Mapping[str, torch.Tensor]) -> None:
+        """Raise `UnusableLora` if a layer with adapters expands latent rows, which are rows of earlier tokens too.
+
+        *of_expansion* has the layers' inputs, recorded by `inputs`, while the model expanded rows.
+        """
+        for name in of_expansion:
+            raise UnusableLora(
+                f"lora: the layer {name} expands latent rows of the cache, so its deltas would be added to wrong "
+                "tokens; use adapters without this layer"
+            )
+
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         """Apply the adapters to the output of the layer called *name*, in place. This is the layer's hook."""
         owner, spans = _current.get()

@@ -54,20 +54,44 @@ def attend_gathered(
     """Copy the KV blocks of each segment (one request's tokens in a step), and write its attention to *output*."""
     for part in segments:
         keys, values = _gather(slab, layer, part, scratch)
-        queries = query[:, :, part.rows]
-        if scoring.softcap is None and scoring.sinks is None:
-            attended = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=_sdpa_mask(part, slab.dtype),
-                is_causal=part.is_causal,
-                scale=scoring.scale,
-                enable_gqa=queries.shape[1] != keys.shape[1],
-            )
-        else:
-            attended = _capped_attention(queries, keys, values, part, scoring)
+        attended = attend_segment(query[:, :, part.rows], keys, values, part, scoring)
         output[part.rows] = attended[0].transpose(0, 1)
+
+
+def attend_parts(
+    query: torch.Tensor,  # [1, num_heads, num_tokens, width of keys]
+    kept: Sequence[torch.Tensor],  # keys and values, each [num_slots, block_size, num_kv_heads, width]
+    segments: Sequence[Segment],
+    scoring: Scoring,
+    output: torch.Tensor,  # [num_tokens, num_heads, width of values]
+) -> None:
+    """Do as `attend_gathered` for keys and values of different widths."""
+    for part in segments:
+        table = torch.tensor(part.table, dtype=torch.int64, device=query.device)
+        keys, values = (one[table].flatten(0, 1)[: part.num_keys].transpose(0, 1)[None] for one in kept)
+        attended = attend_segment(query[:, :, part.rows], keys, values, part, scoring)
+        output[part.rows] = attended[0].transpose(0, 1)
+
+
+def attend_segment(
+    queries: torch.Tensor,  # [1, num_heads, num_queries, width of keys]
+    keys: torch.Tensor,  # [1, num_kv_heads, num_keys, width of keys]
+    values: torch.Tensor,  # [1, num_kv_heads, num_keys, width of values]
+    part: Segment,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Return the attention of one segment, [1, num_heads, num_queries, width of values]."""
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _capped_attention(queries, keys, values, part, scoring)
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=_sdpa_mask(part, keys.dtype),
+        is_causal=part.is_causal,
+        scale=scoring.scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
 
 
 def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:

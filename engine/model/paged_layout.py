@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.engine.model.layers import Layer
+from kvtier.engine.model.layers import Layer, numbers_of
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.namespace import GroupGeometry
 from kvtier.transfer.device_slab import DeviceSlab
@@ -15,7 +15,7 @@ from kvtier.transfer.device_slab import DeviceSlab
 class PagedLayout:
     """The division of a model's layers into groups, each with its own slab of KV blocks.
 
-    A group holds the layers with the same kind of attention, number of KV heads and head size. A slab is the device
+    A group holds the layers with the same kind of attention that keep the same of a token. A slab is the device
     tensor that stores the KV blocks of one group.
     """
 
@@ -28,11 +28,15 @@ class PagedLayout:
     block_size: int
     dtype: torch.dtype
 
+    def is_latent(self, group_id: int) -> bool:
+        """Return whether the layers of the group keep latent rows in place of keys and values."""
+        return len(self.geometry[group_id].parts) == 1
+
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes per block of each group: keys and values of all its layers."""
+        """Bytes per block of each group: what all its layers keep of the block's tokens."""
         return tuple(
-            2 * len(group.layer_ids) * self.block_size * group.num_kv_heads * group.head_dim * self.dtype.itemsize
+            len(group.layer_ids) * self.block_size * numbers_of(group.parts) * self.dtype.itemsize
             for group in self.geometry
         )
 
@@ -58,15 +62,7 @@ class PagedLayout:
         num_slots = self.num_slots(capacity_bytes)
         try:
             return [
-                DeviceSlab(
-                    num_slots,
-                    len(group.layer_ids),
-                    self.block_size,
-                    group.num_kv_heads,
-                    group.head_dim,
-                    self.dtype,
-                    device,
-                )
+                DeviceSlab(num_slots, len(group.layer_ids), self.block_size, group.parts, self.dtype, device)
                 for group in self.geometry
             ]
         except RuntimeError as error:  # torch's error on a CPU and on a GPU
@@ -80,8 +76,7 @@ def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtyp
     kinds = list(dict.fromkeys(layer for layer in layers.values() if layer.source is None))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
     geometry = tuple(
-        GroupGeometry(repr(kind.group), tuple(ids), kind.num_kv_heads, kind.head_dim)
-        for kind, ids in zip(kinds, members, strict=True)
+        GroupGeometry(repr(kind.group), tuple(ids), kind.parts) for kind, ids in zip(kinds, members, strict=True)
     )
     places = {layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)}
     sources = {layer_id: layer.source for layer_id, layer in layers.items() if layer.source is not None}

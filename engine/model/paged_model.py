@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
 from kvtier.engine.model.cpu.row_attention import RowAttention
 from kvtier.engine.model.errors import ChangedModel
+from kvtier.engine.model.latent_attention import latent_paths, matrices_of
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
@@ -68,6 +69,10 @@ class PagedModel:
         self.groups = self._layout.groups
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
+        ranks = {
+            layer_id: (layer.rank, layer.parts[0][1] - layer.rank) for layer_id, layer in layers.items() if layer.rank
+        }
+        self._ranks, self._matrices = ranks, matrices_of(model, ranks)
         self._scratch = Scratch()
         self._row_attention = RowAttention(torch.get_num_threads())
         try:
@@ -109,7 +114,7 @@ class PagedModel:
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
-                **{CACHE_ARGUMENT: StepCache(positions)},
+                **{CACHE_ARGUMENT: StepCache(positions, step.receive)},
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
@@ -141,10 +146,12 @@ class PagedModel:
             rows = slice(end - num_tokens, end)
             segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
         return GroupStep(
-            self.slabs[group_id].tensor,
+            self.slabs[group_id],
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
             self._row_attention,
+            latent_paths(segments, self._matrices is not None) if self._layout.is_latent(group_id) else None,
+            self._matrices or {},
             self._scratch,
         )

@@ -12,6 +12,7 @@ from kvtier.engine.model.check import check_miniature, check_model
 from kvtier.engine.model.cpu.packed_linears import PackedLinears, available_bytes
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.errors import ChangedModel, oom_as_memory_error
+from kvtier.engine.model.latent_attention import matrices_of
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
@@ -206,6 +207,9 @@ class ModelRunner(PagedModel):
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:
         """Raise `UnusableLora` unless the layers with adapters receive one row per token, in the tokens' order."""
+        with lora_rows.inputs() as of_expansion:
+            matrices_of(self.model, self._ranks)
+        lora_rows.check_unused(of_expansion)
         num_tokens = min(self.block_size, 16)
         first, second = (
             Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])

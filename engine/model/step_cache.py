@@ -1,6 +1,7 @@
 """StepCache: the cache that a model is given for one pass, in place of transformers' own."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,26 +13,30 @@ from kvtier.engine.model.errors import UnsupportedModel
 # The argument of a model's forward that takes a cache: "cache", or "past_key_values" before transformers 5.24.
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
+# (keys or latents, values or rotated keys, index of the layer) -> what the layer goes on with
+Receive = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
 
 class StepCache(Cache):
     """The cache that a model is given for one pass over chunks of several requests.
 
-    The cache stores nothing. `update` returns new keys and values unchanged, and kvtier's attention function writes
-    them into the slabs. `get_seq_length` lets a layer compute each token's position in its own prompt.
+    The cache stores nothing. It gives *receive* the keys and values of each layer, or the two parts of its latent rows,
+    and returns the result. `get_seq_length` lets a layer compute each token's position in its own prompt.
 
     Methods for states other than keys and values, and for sparse attention, raise `UnsupportedModel`.
     """
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self, positions: torch.Tensor, receive: Receive) -> None:
         """Create a cache for one batch. *positions*, [num_tokens] int64, has each token's position in its prompt."""
         super().__init__(layers=[])
         self._positions = positions
+        self._receive = receive
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values as they are."""
-        return key_states, value_states
+        """Return the keys and values to attend to, or the latent rows to expand, given those of the batch's tokens."""
+        return self._receive(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Return an offset for each token of the batch, [num_tokens] int64; 0 if *layer_idx* is None.

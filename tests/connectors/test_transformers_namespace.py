@@ -50,7 +50,7 @@ def test_a_namespace_has_what_the_model_and_its_rows_are(tmp_path: Path, monkeyp
     )
     windows = {group.kind.split(",")[0]: group.layer_ids for group in found.geometry}
     assert windows == {"window 40": (0, 1, 2), "window 0": (3,)}
-    assert {(group.num_kv_heads, group.head_dim) for group in found.geometry} == {(2, 16)}
+    assert {group.parts for group in found.geometry} == {((2, 16), (2, 16))}
 
 
 @pytest.mark.parametrize("field", OTHER)
@@ -66,5 +66,5 @@ def test_which_layers_have_a_shape_is_in_the_geometry() -> None:
 
     assert len({RowLayout(shapes, 16).geometry for shapes in layouts}) == len(layouts)
     assert RowLayout([SHAPE, None, SHAPE], 16).geometry == (
-        GroupGeometry("window 0, values of 16, torch.float32", (0, 2), 2, 16),
+        GroupGeometry("window 0, torch.float32", (0, 2), ((2, 16), (2, 16))),
     )

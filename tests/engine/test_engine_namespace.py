@@ -46,9 +46,7 @@ def test_a_namespace_has_what_the_model_and_the_names_are() -> None:
     kinds = {"SlidingWindow": tuple(sliding), "FullAttention": tuple(layer for layer in layers if layer not in sliding)}
     assert {group.kind.partition("(")[0]: group.layer_ids for group in found.geometry} == kinds
     assert f"window_tokens={config.sliding_window}" in str([group.kind for group in found.geometry])
-    assert {(group.num_kv_heads, group.head_dim) for group in found.geometry} == {
-        (config.num_key_value_heads, config.head_dim)
-    }
+    assert {group.parts for group in found.geometry} == {((config.num_key_value_heads, config.head_dim),) * 2}
 
 
 def other_weights(model: PreTrainedModel) -> None:

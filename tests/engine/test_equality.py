@@ -222,7 +222,6 @@ def flip(place: tuple[Path, int, int]) -> None:
     [
         ("Bloom", "AttentionInterface"),
         ("Mamba", "state other than keys and values"),
-        ("DeepseekV3", "latent attention"),
         ("Llama", "changes with the length"),
     ],
 )
@@ -238,22 +237,6 @@ def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, r
             "num_attention_heads": 2,
             "intermediate_size": 32,
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-        },
-        "DeepseekV3": {
-            "num_hidden_layers": 2,
-            "intermediate_size": 32,
-            "moe_intermediate_size": 16,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 2,
-            "num_experts_per_tok": 1,
-            "n_group": 1,
-            "topk_group": 1,
         },
     }
     config = getattr(transformers, f"{factory}Config")(**small, **configs[factory])

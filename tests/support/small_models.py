@@ -6,6 +6,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -44,6 +46,22 @@ MODELS = {
     "qwen3": lambda common: Qwen3ForCausalLM(Qwen3Config(**common)),
     "mistral": lambda common: MistralForCausalLM(MistralConfig(**common, sliding_window=40)),
     "gemma3": lambda common: Gemma3ForCausalLM(Gemma3TextConfig(**common, sliding_window=40, layer_types=HYBRID)),
+    "deepseek_v3": lambda common: DeepseekV3ForCausalLM(  # latent rows, of as many bytes as the keys and values above
+        DeepseekV3Config(
+            **{**common, "num_key_value_heads": 4},
+            q_lora_rank=32,
+            kv_lora_rank=48,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=24,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+        )
+    ),
 }
 MORE_MODELS = {
     "gemma2": lambda common: Gemma2ForCausalLM(Gemma2Config(**common, sliding_window=40)),  # capped scores

@@ -436,7 +436,7 @@ def test_a_memory_without_host_slots_is_possible() -> None:
 
 def device_slab(dtype: torch.dtype = torch.bfloat16) -> DeviceSlab:
     return DeviceSlab(
-        num_slots=6, num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, device=torch.device("cpu")
+        num_slots=6, num_layers=3, block_size=4, parts=[(2, 8), (2, 8)], dtype=dtype, device=torch.device("cpu")
     )
 
 

@@ -4,17 +4,19 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-LAYOUT_VERSION = 1  # version of the block layout: [group_layers, 2, block_size, num_kv_heads, head_dim]
+LAYOUT_VERSION = 2  # version of the block layout: for each layer, each of its parts as [block_size, heads, width]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """Geometry of one attention group, whose layers share one kind of attention. *kind* identifies this kind."""
+    """Geometry of one attention group, whose layers share one kind of attention. *kind* identifies this kind.
+
+    *parts* are what a layer keeps of a token, as (heads, width): keys and values, or one latent row.
+    """
 
     kind: str
     layer_ids: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
+    parts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "CodeGen": {**GPT, "rotary_dim": 8},
     "Cohere": {},
     "Cohere2": HALF,
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT,
     "Ernie4_5": {},
     "Exaone4": HALF,
     "FlexOlmo": EXPERTS,
@@ -91,11 +93,14 @@ EQUAL: dict[str, dict[str, Any]] = {
     "Gemma3n": {**SHARED_KV, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
     "Gemma4": {**SHARED_KV, "global_head_dim": 16},
     "Glm": {},
+    "Glm4MoeLite": LATENT,
     "Glm4": {},
     "Granite": {},
     "GraniteMoe": EXPERTS,
     "Helium": {},
     "Llama4": TUNED,
+    "MiMoV2Flash": {"head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16, **WINDOW},
+    "MiniCPM3": LATENT,
     "Mixtral": EXPERTS,
     "ModernBertDecoder": {
         "local_attention": 24,
@@ -117,16 +122,14 @@ EQUAL: dict[str, dict[str, Any]] = {
     "StableLm": {},
     "Starcoder2": WINDOW,
     "VaultGemma": HALF,
+    "Youtu": LATENT,
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_layer": 2, "n_head": 4}, "0 of its 2 layers call the attention function"),
-    "DeepseekV2": (LATENT, "latent attention"),
-    "DeepseekV3": (LATENT, "latent attention"),
-    "DeepseekV32": ({**LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}, "sparse attention|latent"),
+    "DeepseekV32": ({**LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}, "sparse attention"),
     "Doge": ({"keep_window_size": 2048}, "attention mask of its own"),
     "FalconH1": ({}, "layer 0 keeps a state other than keys and values"),
     "Mamba": ({}, "layer 0 keeps a state other than keys and values"),
-    "MiMoV2Flash": ({}, "its keys have"),
     "RecurrentGemma": ({}, "of its 2 layers call"),
 }
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.tiers.naming.namespace import GroupGeometry, Namespace
 
-FULL = GroupGeometry(kind="FullAttention", layer_ids=(0, 2), num_kv_heads=8, head_dim=128)
-SLIDING = GroupGeometry(kind="SlidingWindow:1024", layer_ids=(1, 3), num_kv_heads=8, head_dim=128)
+FULL = GroupGeometry(kind="FullAttention", layer_ids=(0, 2), parts=((8, 128), (8, 128)))
+SLIDING = GroupGeometry(kind="SlidingWindow:1024", layer_ids=(1, 3), parts=((8, 128), (8, 128)))
 NAMESPACE = Namespace(
     model="m",
     config_digest="c",
@@ -22,7 +22,7 @@ NAMESPACE = Namespace(
     kv_quantization="none",
     shard_rank=0,
     num_shards=1,
-    layout_version=1,
+    layout_version=2,
 )
 OTHER: dict[str, Any] = {
     "model": "m2",
@@ -37,13 +37,12 @@ OTHER: dict[str, Any] = {
     "encryption_key_id": "0123456789abcdef",
     "shard_rank": 1,
     "num_shards": 2,
-    "layout_version": 2,
+    "layout_version": 3,
 }
 OTHER_GEOMETRY: dict[str, Any] = {
     "kind": "SlidingWindow:1024",
     "layer_ids": (0, 1),
-    "num_kv_heads": 4,
-    "head_dim": 64,
+    "parts": ((8, 128), (8, 64)),
 }
 
 
@@ -72,9 +71,9 @@ def test_the_digest_has_sixteen_bytes() -> None:
 def test_the_digest_stays_what_it_is_in_the_stores_already_written() -> None:
     canonical = (
         '{"block_size":16,"config_digest":"c","dtype":"bfloat16","encryption_key_id":"","geometry":['
-        '{"head_dim":128,"kind":"FullAttention","layer_ids":[0,2],"num_kv_heads":8},'
-        '{"head_dim":128,"kind":"SlidingWindow:1024","layer_ids":[1,3],"num_kv_heads":8}],'
-        '"hash_algorithm":"sha256","hash_seed":"kvtier","kv_quantization":"none","layout_version":1,'
+        '{"kind":"FullAttention","layer_ids":[0,2],"parts":[[8,128],[8,128]]},'
+        '{"kind":"SlidingWindow:1024","layer_ids":[1,3],"parts":[[8,128],[8,128]]}],'
+        '"hash_algorithm":"sha256","hash_seed":"kvtier","kv_quantization":"none","layout_version":2,'
         '"model":"m","num_shards":1,"shard_rank":0,"weights_digest":"w"}'
     )
 
