@@ -1,8 +1,9 @@
 """Latent attention (MLA): a layer keeps one row of each token, and its module expands keys and values from the rows.
 
-There are two ways to attend over rows. *Expanded*: the module expands the rows of a request's whole prefix, which pays
-if many tokens of the request are computed together. *Absorbed*: queries are taken into the space of the rows, which
-then serve as keys and values of a single head. That takes some 16 times less work for one token.
+There are two ways to compute attention over rows. *Expanded*: the module expands the rows of a request's whole prefix.
+This is worthwhile if many tokens of the request are computed together. *Absorbed*: queries are multiplied with the
+module's own matrices, so that the rows serve as the keys and values of a single head. In DeepSeek V3's shape, this is
+over 50 times faster for one token after 8,192 others.
 """
 
 from collections.abc import Mapping, Sequence
