@@ -4466,8 +4466,8 @@ BUGS = [
     Bug(
         "layers with another window have the same geometry",
         "connectors/transformers_cache/row_layout.py",
-        'f"window {shape.window}, values of',
-        'f"values of',
+        'f"window {shape.window}, {shape.dtype}"',
+        'f"{shape.dtype}"',
         "tests/connectors/test_transformers_namespace.py",
     ),
     Bug(
