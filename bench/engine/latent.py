@@ -1,4 +1,4 @@
-"""How many bytes does a token take in latent rows, and how long is a decode step that absorbs queries, or expands rows?
+"""How small are latent rows beside keys and values, and how much faster is decoding that does not expand them?
 
 The model is one layer with the attention of DeepSeek V3 (128 heads, 512 latents), random weights, in bfloat16 for the
 bytes and float32 for the times. A request has 8,192 tokens. The two ways take turns.

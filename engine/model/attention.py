@@ -106,7 +106,9 @@ class Step:
         *first* are latents, [1, 1, num_tokens, rank], and *second* rotated keys, [1, 1, num_tokens, rope]. Keys and
         values of other layers are returned as they are.
         """
-        group_id, layer = self.layers.get(layer_id, (0, 0))
+        if layer_id not in self.layers:  # the attention function refuses it
+            return first, second
+        group_id, layer = self.layers[layer_id]
         group = self.groups[group_id]
         if group.latent is None:
             return first, second
@@ -167,6 +169,8 @@ def paged_attention(
     scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)
     output = query.new_empty(num_tokens, num_heads, value.shape[3])
     if group.latent is not None:  # its rows were written when its module handed them to `Step.receive`
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedModel("it has latent attention and caps its scores or has attention sinks")
         kept = group.slab.parts[0][:, layer, :, 0]
         attend_latent(query, key, value, kept, group.latent, group.matrices.get(layer_id), scoring, output)
         return output.unsqueeze(0), None

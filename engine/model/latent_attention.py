@@ -26,7 +26,7 @@ ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """What a layer's module does when it expands rows: rows @ keys, and rows @ values."""
+    """The matrices that a layer's module multiplies latents with, to expand them to keys and to values."""
 
     keys: torch.Tensor  # [num_heads, rank, width of keys without their rotated end]
     values: torch.Tensor  # [num_heads, rank, width of values]
@@ -89,15 +89,16 @@ def _matrices(module: Any, rank: int, rope: int, model: PreTrainedModel) -> Matr
     mine = (torch.cat([rows @ matrices.keys, rotated.expand(keys.shape[1], -1, -1)], dim=-1), rows @ matrices.values)
     expanded = module.expand_kv(probe[..., :rank], probe[..., rank:])
     for found, expected in zip(mine, expanded, strict=True):
-        if not float((found - expected[0]).abs().max()) <= ROUNDING[model.dtype] * float(expected.abs().max()):
+        if not float((found - expected[0]).abs().max()) <= ROUNDING.get(model.dtype, 0.05) * float(
+            expected.abs().max()
+        ):
             return None
     return matrices
 
 
 def rows_of(kept: torch.Tensor, part: Segment) -> torch.Tensor:
     """Return the rows of a segment's keys, [num_keys, width], from *kept*, [num_slots, block_size, width]."""
-    table = torch.tensor(part.table, dtype=torch.int64, device=kept.device)
-    return kept[table].flatten(0, 1)[: part.num_keys]
+    return kept[part.slots].flatten(0, 1)[: part.num_keys]
 
 
 def attend_absorbed(

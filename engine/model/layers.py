@@ -45,9 +45,9 @@ class Layer:
         return self.group, self.parts, self.source is None
 
     @property
-    def is_latent(self) -> bool:
-        """True if the layer keeps a latent row, from which its module expands keys and values."""
-        return self.rank > 0
+    def ranks(self) -> tuple[int, int]:
+        """The widths of a latent row's two parts: of the latents, and of the rotated key."""
+        return self.rank, self.parts[0][1] - self.rank
 
 
 def numbers_of(parts: Sequence[tuple[int, int]]) -> int:

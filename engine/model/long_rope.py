@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvtier.engine.model.errors import UnsupportedModel
 
 LONG_ROPE = "longrope"
+_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # of embeddings of another form
 
 
 class FixedRope:
@@ -53,7 +54,7 @@ class FixedRope:
         if any(not torch.equal(a[:, :2], b[:, :2]) for a, b in zip(of_short, of_long, strict=True)):
             raise UnsupportedModel(f"its rotary embedding ({LONG_ROPE}) changes with the length of the prompt")
 
-    @torch.no_grad()
+    @torch.inference_mode()  # a pass in this mode, with transformers before 5.24, leaves frequencies of this mode
     def _set(self, frequencies: torch.Tensor, kind: str) -> None:
         """Set the frequencies and the module's rope type. transformers changes them only if the type is "longrope"."""
         self._frequencies.copy_(frequencies)
@@ -78,9 +79,14 @@ def fix_long_rope(model: PreTrainedModel) -> list[FixedRope]:
                 if kind == LONG_ROPE:
                     fixed.append(FixedRope(module, layer_type))
                     fixed[-1].check()
-    except UnsupportedModel:
+    except BaseException as error:
         _undo(fixed)
-        raise
+        if isinstance(error, UnsupportedModel) or not isinstance(error, _ERRORS):
+            raise
+        raise UnsupportedModel(
+            f"{type(model).__name__}: its rotary embedding ({LONG_ROPE}) cannot be fixed for all prompts "
+            f"({type(error).__name__})"
+        ) from error
     return fixed
 
 

@@ -110,10 +110,10 @@ class LoraRows:
 
         *of_expansion* has the layers' inputs, recorded by `inputs`, while the model expanded rows.
         """
-        for name in of_expansion:
+        if of_expansion:
             raise UnusableLora(
-                f"lora: the layer {name} expands latent rows of the cache, so its deltas would be added to wrong "
-                "tokens; use adapters without this layer"
+                f"lora: the layer {min(of_expansion)} expands latent rows of the cache, so its deltas would reach "
+                "wrong tokens; use adapters without this layer"
             )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

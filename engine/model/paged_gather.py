@@ -67,8 +67,7 @@ def attend_parts(
 ) -> None:
     """Do as `attend_gathered` for keys and values of different widths."""
     for part in segments:
-        table = torch.tensor(part.table, dtype=torch.int64, device=query.device)
-        keys, values = (one[table].flatten(0, 1)[: part.num_keys].transpose(0, 1)[None] for one in kept)
+        keys, values = (one[part.slots].flatten(0, 1)[: part.num_keys].transpose(0, 1)[None] for one in kept)
         attended = attend_segment(query[:, :, part.rows], keys, values, part, scoring)
         output[part.rows] = attended[0].transpose(0, 1)
 
@@ -83,7 +82,10 @@ def attend_segment(
     """Return the attention of one segment, [1, num_heads, num_queries, width of values]."""
     if scoring.softcap is not None or scoring.sinks is not None:
         return _capped_attention(queries, keys, values, part, scoring)
-    return F.scaled_dot_product_attention(
+    width = values.shape[3]
+    if width < keys.shape[3]:  # flash attention needs equal widths; other code keeps all scores in memory
+        values = F.pad(values, (0, keys.shape[3] - width))
+    attended: torch.Tensor = F.scaled_dot_product_attention(
         queries,
         keys,
         values,
@@ -92,6 +94,7 @@ def attend_segment(
         scale=scoring.scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
+    return attended[..., :width]
 
 
 def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:

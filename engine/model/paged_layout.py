@@ -21,9 +21,7 @@ class PagedLayout:
 
     groups: tuple[AttentionGroup, ...]
     geometry: tuple[GroupGeometry, ...]  # of each group
-    places: dict[
-        int, tuple[int, int]
-    ]  # layer id -> (group id, index in that group's slab of the layer's keys and values)
+    places: dict[int, tuple[int, int]]  # layer id -> (group id, index in that group's slab of what the layer reads)
     readers: frozenset[int]  # ids of the layers that read an earlier layer's keys and values and keep none of their own
     block_size: int
     dtype: torch.dtype

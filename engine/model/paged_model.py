@@ -60,6 +60,8 @@ class PagedModel:
         try:
             with self.claim.alone():
                 layers = observe_layers(model, block_size)
+                self._ranks = {layer_id: layer.ranks for layer_id, layer in layers.items() if layer.rank}
+                self._matrices = matrices_of(model, self._ranks)
                 self.claim.begin()
             self._layout = paged_layout(layers, block_size, model.dtype)
         except BaseException:
@@ -69,10 +71,6 @@ class PagedModel:
         self.groups = self._layout.groups
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
-        ranks = {
-            layer_id: (layer.rank, layer.parts[0][1] - layer.rank) for layer_id, layer in layers.items() if layer.rank
-        }
-        self._ranks, self._matrices = ranks, matrices_of(model, ranks)
         self._scratch = Scratch()
         self._row_attention = RowAttention(torch.get_num_threads())
         try:

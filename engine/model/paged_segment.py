@@ -16,8 +16,8 @@ class Segment:
     The tokens have the positions *start* to *end* - 1. The batch has one row for each token of each request; *rows* are
     the rows of these tokens. The keys have the positions *first_key* to *end* - 1 and are in the blocks of *table*.
 
-    Masks and `half_rows` are created on first use, because only some attention code needs them. For 4k tokens after a
-    prefix of 128k, `mask` takes half a GB, and `added_mask` in float32 takes 2 GB.
+    Masks, `slots` and `half_rows` are created on first use, because only some attention code needs them. For 4k tokens
+    after a prefix of 128k, `mask` takes half a GB, and `added_mask` in float32 takes 2 GB.
     """
 
     group: AttentionGroup
@@ -57,6 +57,11 @@ class Segment:
         """
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """The table as a tensor on the device, [num_blocks] int64."""
+        return torch.tensor(self.table, dtype=torch.int64, device=self.device)
+
     def half_rows(self, num_layers: int) -> torch.Tensor:
         """Return where the table's blocks are in the slab, as row numbers for the first layer: [2 * num_blocks] int64.
 
@@ -65,7 +70,7 @@ class Segment:
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:
-            key_rows = torch.tensor(self.table, dtype=torch.int64, device=self.device) * (2 * num_layers)
+            key_rows = self.slots * (2 * num_layers)
             rows = self._half_rows[num_layers] = torch.cat([key_rows, key_rows + 1])
         return rows
 

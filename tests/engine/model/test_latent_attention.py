@@ -1,6 +1,7 @@
 """Latent attention: rows are kept; keys and values are expanded from them, or queries absorbed, with equal logits."""
 
 import random
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from kvtier.engine.model import latent_attention
 from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.attention import Step
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.latent_attention import latent_paths
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.paged_segment import Segment, segment
@@ -77,6 +80,42 @@ def test_an_expansion_that_is_no_matrix_is_never_absorbed(monkeypatch: pytest.Mo
     monkeypatch.setattr(DeepseekV3Attention, "expand_kv", expand_bent)
 
     assert worst_of_two(build("deepseek_v3", spread=0.1)) <= 2e-5
+
+
+def test_an_expansion_that_fails_leaves_the_model_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v3")
+    before = model.config._attn_implementation
+
+    expand = DeepseekV3Attention.expand_kv
+
+    def fail(self: DeepseekV3Attention, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        if kv_nope.shape[2] > 2:  # after the look at the model, which has two tokens
+            raise MemoryError
+        return expand(self, kv_nope, k_rot)
+
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", fail)
+
+    with pytest.raises(MemoryError):
+        ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert model.config._attn_implementation == before
+
+
+def test_a_latent_layer_that_caps_its_scores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepseekV3Attention, "forward", partialmethod(_forward_capped, DeepseekV3Attention.forward))
+
+    with pytest.raises(UnsupportedModel, match="caps its scores or has attention sinks"):
+        ModelRunner(build("deepseek_v3"), BLOCK_SIZE, 1 << 20)
+
+
+def _forward_capped(self: DeepseekV3Attention, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(self, *args, **kwargs, softcap=30.0)
+
+
+def test_rows_of_a_layer_that_is_not_known_are_not_written() -> None:
+    first, second = torch.ones(1, 1, 2, 48), torch.ones(1, 1, 2, 16)
+
+    assert Step((), {}).receive(first, second, 7) == (first, second)
 
 
 def test_long_chunks_are_expanded_and_single_tokens_absorbed() -> None:

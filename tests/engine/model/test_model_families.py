@@ -236,6 +236,32 @@ def test_the_chosen_frequencies_are_part_of_the_namespace() -> None:
     assert weights_digest(model) == before
 
 
+def test_frequencies_that_a_pass_has_left_can_be_fixed() -> None:
+    """transformers before 5.24 replaces them in a pass, and those of a pass in inference mode are read-only outside."""
+    model = build("Phi3", LONG_PHI3)
+    embedding = next(module for module in model.modules() if hasattr(module, "rope_type"))
+    with torch.inference_mode():
+        embedding.register_buffer("inv_freq", embedding.inv_freq.clone(), persistent=False)
+    before = embedding.inv_freq.clone()
+
+    runner = ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert not torch.equal(embedding.inv_freq, before)
+    runner.close()
+    assert torch.equal(embedding.inv_freq, before)
+
+
+def test_an_embedding_that_cannot_be_fixed_is_refused_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Phi3", LONG_PHI3)
+    embedding = next(module for module in model.modules() if hasattr(module, "rope_type"))
+    monkeypatch.delitem(model.config.rope_parameters, "long_factor")
+
+    with pytest.raises(UnsupportedModel, match=r"longrope\) cannot be fixed"):
+        ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert embedding.rope_type == "longrope"
+
+
 def test_an_embedding_whose_scale_also_depends_on_the_prompt_is_refused() -> None:
     scales = {"short_mscale": 1.1, "long_mscale": 1.3}
     more = {**EXPERTS, "original_max_position_embeddings": 64, "rope_parameters": {**LONG_ROPE, **scales}}
