@@ -68,7 +68,7 @@ def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
         _refuse_configuration(model)
         observation = _Observation(model, block_size)
         with fixed_long_rope(model):
-            _run(model, observation)
+            _run(model, observation, before)
         observation.check_complete()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot keep its KV cache in kvtier: {error}") from error
@@ -134,8 +134,13 @@ class _Observation:
         This is the attention function registered with transformers.
         """
         layer_id = getattr(module, "layer_idx", None)
-        if not isinstance(layer_id, int) or layer_id in self.layers:
-            raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
+        if not isinstance(layer_id, int):
+            raise UnsupportedModel("an attention layer has no index (layer_idx)")
+        if layer_id in self.layers:
+            raise UnsupportedModel(
+                f"layer {layer_id} attends more than once in a pass, as layers that run in a loop or subtract two "
+                "attentions do"
+            )
         if key.dtype != self._model.dtype:
             raise UnsupportedModel(
                 f"its keys have dtype {key.dtype} and its weights {self._model.dtype}; kvtier needs the same for both"
@@ -249,8 +254,11 @@ AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get(
 AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
 
 
-def _run(model: PreTrainedModel, observation: _Observation) -> None:
-    """Run the model on two tokens, with an attention function that records each layer's call in *observation*."""
+def _run(model: PreTrainedModel, observation: _Observation, own_attention: str) -> None:
+    """Run the model on two tokens, with an attention function that records each layer's call in *observation*.
+
+    *own_attention* is the name of the model's own attention function.
+    """
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
@@ -266,11 +274,27 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
     except UnsupportedModel:
         raise
     except _ERRORS as error:  # errors of the model's own code, whose messages mean nothing to the user
-        raise UnsupportedModel(
-            f"its code fails with an attention function that is not transformers' own ({_place(error)})"
-        ) from error
+        if not _runs_on_tokens(model, own_attention):
+            raise UnsupportedModel("it does not run on token ids alone") from error
+        raise UnsupportedModel(_why_failed(error)) from error
     finally:
         _current.reset(token)
+
+
+def _runs_on_tokens(model: PreTrainedModel, own_attention: str) -> bool:
+    """Return whether the model's code runs on two tokens with its own attention function.
+
+    A model on the meta device counts as one whose code runs: its masks cannot be created there.
+    """
+    if model.device.type == "meta":
+        return True
+    model.set_attn_implementation(own_attention)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+    except _ERRORS:
+        return False
+    return True
 
 
 def _refuse_configuration(model: PreTrainedModel) -> None:
@@ -316,11 +340,15 @@ def _word(group: AttentionGroup) -> str:
             return "full attention"
 
 
-def _place(error: BaseException) -> str:
-    """Return the function and line of the model's code in which an error was raised."""
+def _why_failed(error: BaseException) -> str:
+    """Return the reason for an error of the model's own code, and the function and line where it was raised."""
     trace = error.__traceback__
     assert trace is not None, "error without a traceback"
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    return f"{code.co_qualname}, line {trace.tb_lineno}"
+    place = f"{code.co_qualname}, line {trace.tb_lineno}"
+    has_cache = any(isinstance(value, StepCache) for value in trace.tb_frame.f_locals.values())
+    if has_cache and isinstance(error, AttributeError | IndexError):
+        return f"it needs a cache of its own kind, not only the methods of transformers' Cache ({place})"
+    return f"its code fails with an attention function that is not transformers' own ({place})"
