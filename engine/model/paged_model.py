@@ -119,7 +119,8 @@ class PagedModel:
                     f"only {len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention, "
                     "because the model's attention or layers were changed; close the engine before you change the model"
                 )
-        return logits[0].float()
+        rows = logits[0].float()
+        return rows if len(rows) == len(wanted) else rows[wanted]  # some models return the logits of all tokens
 
     @contextmanager
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[Step]:

@@ -236,8 +236,7 @@ def tiny_model(family: str, **more: Any) -> PreTrainedModel:
     except NotBuilt:
         raise
     except Exception as error:  # transformers' configurations and models raise errors of many types
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise NotBuilt(lines[-1].strip() if lines else type(error).__name__) from error
+        raise NotBuilt(_first_reason(str(error))) from error
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() < 2 and not any(part in name for part in _RESERVED):
@@ -246,6 +245,12 @@ def tiny_model(family: str, **more: Any) -> PreTrainedModel:
                 weights.normal_(0, 0.1 if "embed" in name else 0.2)
     model.set_attn_implementation("eager")
     return model
+
+
+def _first_reason(message: str) -> str:
+    """Return the first line of an error's message, without the names of the checks of a configuration."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines if "alidation error for" not in line), message)
 
 
 def _built(config: PreTrainedConfig) -> PreTrainedModel:
