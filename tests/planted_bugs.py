@@ -3302,6 +3302,55 @@ BUGS = [
         "tests/connectors/test_vllm_scheduler_side.py",
     ),
     Bug(
+        "a recurrent state below vLLM has the name of the state one interval before",
+        "connectors/vllm_connector/stores.py",
+        "            blocks = range(end - 1, end)\n",
+        "            blocks = range(end - 2, end - 1)\n",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
+        "recurrent states below vLLM are stored by their position in the request's table",
+        "connectors/vllm_connector/stores.py",
+        "            if group.resumes_inside and start < end:\n",
+        "            if start < end:\n",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
+        "a page that vLLM has taken from a preempted request is stored as that request's state",
+        "connectors/vllm_connector/vllm_request.py",
+        "        if request_id in step.num_scheduled_tokens and request_id not in preempted\n",
+        "        if request_id in step.num_scheduled_tokens\n",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
+        "a page of a request that does not run any more is stored as its state",
+        "connectors/vllm_connector/vllm_request.py",
+        "        if request_id in step.num_scheduled_tokens and request_id not in preempted\n",
+        "        if request_id not in preempted\n",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
+        "a request runs in the step that loads its recurrent state, which vLLM has copied before",
+        "connectors/vllm_connector/scheduler_side.py",
+        "        if self.loads_ahead:\n            gathered.awaited",
+        "        if False:\n            gathered.awaited",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
+        "a failed load of a model with several groups is told by its pages, with which vLLM ends",
+        "connectors/vllm_connector/worker_side.py",
+        "            self._unloaded |= missing - awaited\n",
+        "            self._unloaded |= missing\n",
+        "tests/connectors/test_vllm_failed_loads.py",
+    ),
+    Bug(
+        "a request that waits for a failed load is told that it has succeeded",
+        "connectors/vllm_connector/worker_side.py",
+        "        return {each.request_id for each in work.awaited}, failed\n",
+        "        return {each.request_id for each in work.awaited}, set()\n",
+        "tests/connectors/test_vllm_failed_loads.py",
+    ),
+    Bug(
         "what was computed from pages that were not loaded is stored with the next step",
         "connectors/vllm_connector/scheduler_side.py",
         "            num_tokens = each.placement.limit(each.num_tokens)\n",
@@ -3311,7 +3360,7 @@ BUGS = [
     Bug(
         "pages that vLLM changes before the copy are stored",
         "connectors/vllm_connector/stores.py",
-        "if pages[blocks[place]] in overwritten]:",
+        "if pages[place] in overwritten]:",
         "if False]:",
         "tests/connectors/test_vllm_late_stores.py",
     ),
@@ -3339,8 +3388,8 @@ BUGS = [
     Bug(
         "late copies of a request that has ended go on while others write to its pages",
         "connectors/vllm_connector/scheduler_side.py",
-        "gathered.unloadable_pages, ends_late_stores)",
-        "gathered.unloadable_pages)",
+        "gathered.unloadable_pages, ends_late_stores, gathered.awaited",
+        "gathered.unloadable_pages, awaited=gathered.awaited",
         "tests/connectors/test_vllm_late_stores.py",
     ),
     Bug(
@@ -3388,8 +3437,8 @@ BUGS = [
     Bug(
         "what a request's last step computed is lost with its pause",
         "connectors/vllm_connector/scheduler_side.py",
-        "            elif tracked.is_over or now",
-        "            elif now",
+        "why_unstored is None and (tracked.is_over or now",
+        "why_unstored is None and (now",
         "tests/connectors/test_vllm_late_stores.py",
     ),
     Bug(
@@ -4473,7 +4522,7 @@ BUGS = [
     Bug(
         "an allocation that could not be taken in is not told",
         "connectors/vllm_connector/scheduler_side.py",
-        "self._next.unloadable_pages += [page for ids in pages for page in ids if page != NULL_PAGE]",
+        "self._next.unloadable_pages += unloadable_pages",
         "pass",
         "tests/connectors/test_vllm_failed_loads.py",
     ),
@@ -4536,7 +4585,7 @@ BUGS = [
     Bug(
         "pages that a window has passed are stored",
         "connectors/vllm_connector/stores.py",
-        "if pages[blocks[place]] != NULL_PAGE and (group",
+        "if pages[place] != NULL_PAGE and (group",
         "if (group",
         "tests/connectors/test_vllm_scheduler_side.py",
     ),

@@ -33,6 +33,7 @@ ATTACH_WAIT_S = 10.0  # max wait at the start; a running sidecar answers at once
 # blocks are announced during the first requests.
 TOLD_WAIT_S = 10.0
 MAX_NAME_CHARACTERS = 256
+NUM_KEPT_STATES = 4  # slots that stay reserved for recurrent states, per group
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,9 +91,13 @@ def build_scheduler_half(
     groups = [layout.attention for layout in layouts]
     answers = ThreadLane(heard, "answers")
     num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of one step
-    # Keep slots reserved for the blocks of two steps, because the next step follows soon.
-    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]
-    max_stored = num_kept  # one step may use all reserved slots, for example after a sidecar has attached late
+    # Keep slots reserved for the blocks of two steps, because the next step follows soon. One step may use all of them,
+    # for example after a sidecar has attached late. Recurrent states are large and rare: a prompt has one at its end.
+    max_stored = [2 * -(-num_tokens // group.block_size) for group in groups]
+    num_kept = [
+        limit if group.resumes_inside else min(limit, NUM_KEPT_STATES)
+        for limit, group in zip(max_stored, groups, strict=True)
+    ]
     tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
     side = SchedulerSide(
         tiers,

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -24,7 +25,7 @@ from kvtier.connectors.vllm_connector.late_stores import LateStores
 from kvtier.connectors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.connectors.vllm_connector.scheduler_half import SchedulerHalf
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
-from kvtier.connectors.vllm_connector.vllm_request import overwritten_pages
+from kvtier.connectors.vllm_connector.vllm_request import overwritten_pages, state_pages
 from kvtier.connectors.vllm_connector.worker_side import WorkerSide
 from kvtier.engine.attached.link import SidecarStanding
 from kvtier.tiers.naming.tier import Tier
@@ -82,7 +83,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self._half
-        return self._guard.run(lambda: half.num_matched(request, num_computed_tokens), 0), False
+        num_matched = self._guard.run(lambda: half.num_matched(request, num_computed_tokens), 0)
+        return num_matched, bool(num_matched) and half.side.loads_ahead
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._half.side
@@ -92,7 +94,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return True
 
         if not self._guard.run_always(plan, False) and num_external_tokens:
-            self._guard.run_always(lambda: side.on_plan_failed(blocks.get_block_ids()), None)
+            self._guard.run_always(lambda: side.on_plan_failed(request.request_id, blocks.get_block_ids()), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         side = self._half.side
@@ -105,7 +107,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         half, state = self._half, scheduler_output.kv_connector_block_state
         work = self._guard.run_always(
             lambda: half.step(
-                scheduler_output.num_scheduled_tokens, state.get_block_ids, overwritten_pages(scheduler_output)
+                scheduler_output.num_scheduled_tokens,
+                state.get_block_ids,
+                overwritten_pages(scheduler_output),
+                state_pages(scheduler_output),
             ),
             None,
         )
@@ -164,6 +169,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Start to store, on a thread, the blocks that `handle_preemptions` did not store. Do not wait for it."""
         self._guard.run_always(self._rank.store_late, None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        rank, work = self._rank, self._work
+        ended, failed = self._guard.run_always(lambda: rank.ended_loads(work), (set[str](), set[str]()))
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank.pop_failed_pages()

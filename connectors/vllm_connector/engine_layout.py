@@ -5,9 +5,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 
 VERSION = 1  # of the contents of a namespace, and of the order of pages in a slot
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -53,16 +54,37 @@ def _sliding(spec: Any) -> AttentionGroup:
     return SlidingWindow(spec.block_size, spec.sliding_window)
 
 
+def _recurrent_state(spec: Any) -> AttentionGroup:
+    mode = spec.mamba_cache_mode
+    if mode != "align":
+        raise UnsupportedEngine(
+            f'the connector does not serve recurrent states in mamba_cache_mode "{mode}", in which vLLM does not tell '
+            "which page has the state after which token; start vLLM with --mamba-cache-mode align and prefix caching"
+        )
+    return RecurrentState(spec.block_size)
+
+
 ATTENTION: Mapping[str, Callable[[Any], AttentionGroup]] = {
     "FullAttentionSpec": lambda spec: FullAttention(spec.block_size),
     "MLAAttentionSpec": lambda spec: FullAttention(spec.block_size),
     "SlidingWindowSpec": _sliding,
     "ChunkedLocalAttentionSpec": lambda spec: ChunkedLocal(spec.block_size, spec.attention_chunk_size),
+    "MambaSpec": _recurrent_state,
 }
 """Functions that return the attention group for one of vLLM's specs, by the exact name of the spec's class.
 
 Subclasses of these classes are not supported, because they may forget tokens differently.
 """
+
+
+def _page_bytes(spec: Any) -> int:
+    """Return the number of bytes of a page that have contents.
+
+    vLLM pads the page of a recurrent state, so that pages of all groups have one size. The padding is left out.
+    """
+    if type(spec).__name__ == "MambaSpec":
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return int(spec.page_size_bytes)
 
 
 def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
@@ -86,7 +108,7 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
                 "the connector does not serve a KV cache group whose layers have different attention windows; start "
                 "vLLM without the connector"
             )
-        page_bytes = tuple(int(spec.page_size_bytes) for spec in specs)
+        page_bytes = tuple(map(_page_bytes, specs))
         layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))
     if not layouts:
         raise UnsupportedEngine("the model has no KV cache; start vLLM without the connector")

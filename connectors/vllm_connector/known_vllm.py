@@ -8,6 +8,7 @@ TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_connector
 HOOKS = (
     "build_connector_worker_meta",
     "get_external_cache_hit_sources",
+    "get_transfer_results",
     "handle_preemptions",
     "update_connector_output",
 )

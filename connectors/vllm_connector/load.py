@@ -95,10 +95,15 @@ class Load:
     def tokens_by_tier(self, start: int, end: int) -> dict[Tier, int]:
         """Return how many of the tokens *start* to before *end* were in each tier when the load began.
 
-        The count uses a group with full attention if there is one, because such a group has blocks for all tokens.
+        The count uses a group with full attention if there is one, because such a group has blocks for all tokens. If
+        no group has, all tokens count for the tier of the last block.
         """
         groups = self._where.groups
-        group_id = next((i for i, group in enumerate(groups) if not group.forgets), 0)
+        group_id = next((i for i, group in enumerate(groups) if not group.forgets), None)
+        if group_id is None:
+            last = self._parts[0].places[-1] if len(self._parts[0].places) else None
+            tier = Tier.DISK if last == ON_DISK else Tier.REMOTE if last == ON_REMOTE else Tier.HOST
+            return {**dict.fromkeys((Tier.HOST, Tier.DISK, Tier.REMOTE), 0), tier: end - start}
         part, size = self._parts[group_id], groups[group_id].block_size
         blocks = slice(max(0, start // size - part.first), max(0, end // size - part.first))
         places = part.places[blocks]

@@ -3,12 +3,12 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier.connectors.guard import Guard
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.connectors.vllm_connector.step_work import StepWork, WorkerReport
-from kvtier.connectors.vllm_connector.vllm_request import Pages, VllmRequest
+from kvtier.connectors.vllm_connector.vllm_request import Pages, StatePage, VllmRequest
 from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.transfer.lane import Transfer
@@ -111,18 +111,19 @@ class SchedulerHalf:
         num_scheduled: Mapping[str, int],
         pages_of: Callable[[str], Pages | None],
         overwritten: Collection[int] = (),
+        states: Mapping[str, Sequence[StatePage]] | None = None,
     ) -> StepWork:
         """Return the copies that workers must make in a step.
 
         *num_scheduled* has the number of tokens that vLLM computes for each request. *pages_of* returns the current
         pages of a request. Blocks in *overwritten* pages are not stored, because vLLM may change these pages before the
-        workers copy them.
+        workers copy them. *states* has the pages that hold recurrent states once the step has ended.
         """
         self._has_polled = False
         if not num_scheduled and self.side.is_waiting:
             self._has_news.wait(EMPTY_STEP_S)  # releases the lock, so that other threads can process answers
         self._poll()
-        return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten)
+        return self.side.step(num_scheduled, pages_of, not self.guard.is_resting, overwritten, states)
 
     def on_output(self, report: WorkerReport | None, unloaded: Collection[int]) -> None:
         """Process the workers' *report* on a step, if there is one, and *unloaded*, the pages whose load failed."""

@@ -9,10 +9,10 @@ from kvtier.connectors.vllm_connector.counts import Counts, Unstored
 from kvtier.connectors.vllm_connector.digests import Digests
 from kvtier.connectors.vllm_connector.load import Load, Where
 from kvtier.connectors.vllm_connector.names import NO_ADAPTER, RequestNames
-from kvtier.connectors.vllm_connector.step_work import PageCopies, Segment, StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.step_work import AwaitedLoad, PageCopies, Segment, StepWork, WorkerReport
 from kvtier.connectors.vllm_connector.stores import Offer, Stores
 from kvtier.connectors.vllm_connector.taint import Placement, Taint
-from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages, VllmRequest
+from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages, StatePage, VllmRequest
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
@@ -47,13 +47,15 @@ class TrackedRequest:
 class _Computed:
     """A request whose first *num_tokens* tokens are computed once the current step has ended.
 
-    The next step stores their blocks. *placement* has the request's pages in the current step.
+    The next step stores their blocks. *placement* has the request's pages in the current step. *states* has the pages
+    that then hold recurrent states.
     """
 
     tracked: TrackedRequest
     offer: Offer
     placement: Placement
     num_tokens: int
+    states: Sequence[StatePage]
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class _Next:
     loads: list[PageCopies] = field(default_factory=list)
     loaded: list[Load] = field(default_factory=list)  # the loads from whose slots `loads` copies
     unloadable_pages: list[int] = field(default_factory=list)
+    awaited: list[AwaitedLoad] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -77,6 +80,11 @@ class SchedulerSide:
     vLLM gives a request's pages to other requests in between, the pages still hold the request's bytes. The workers
     copy the pages before anything is written to them. If the request also runs in the next step, it keeps its pages, so
     workers may copy them after that step's forward pass. Otherwise workers copy the pages before the forward pass.
+
+    If the model has several groups, requests wait until their load has ended, and run in a later step (`loads_ahead`).
+    vLLM can only handle a failed load of such a model if the request has not run yet. And a recurrent state must be
+    there when vLLM prepares the request's first step, because it then copies the state to the page that the step
+    changes.
 
     Any thread that calls a method must hold the connector's lock.
     """
@@ -107,6 +115,7 @@ class SchedulerSide:
         self._segment = segment
         self._groups = groups
         self._unit = alignment(groups)
+        self.loads_ahead = len(groups) > 1 or not all(group.resumes_inside for group in groups)
         self._adapters = adapters
         self._hash_tokens = hash_tokens
         self._num_workers = num_workers
@@ -174,9 +183,13 @@ class SchedulerSide:
         tracked.asked_at, tracked.inquiry, tracked.is_settled = None, None, False
         self._refresh(tracked, end)
 
-    def on_plan_failed(self, pages: Pages) -> None:
+    def on_plan_failed(self, request_id: str, pages: Pages) -> None:
         """Record that none of *pages* could be loaded, because `on_allocated` failed. The next step tells vLLM."""
-        self._next.unloadable_pages += [page for ids in pages for page in ids if page != NULL_PAGE]
+        unloadable_pages = [page for ids in pages for page in ids if page != NULL_PAGE]
+        self._next.unloadable_pages += unloadable_pages
+        if self.loads_ahead:
+            self._next.awaited = [each for each in self._next.awaited if each.request_id != request_id]
+            self._next.awaited.append(AwaitedLoad(request_id, frozenset(unloadable_pages)))
 
     def tokens_by_tier(self, request: VllmRequest, num_loaded: int) -> dict[Tier, int]:
         """Return the number of tokens just loaded for the request, by the tier that held them."""
@@ -191,6 +204,7 @@ class SchedulerSide:
         pages_of: Callable[[str], Pages | None],
         is_storing: bool = True,
         overwritten: Collection[int] = (),
+        states: Mapping[str, Sequence[StatePage]] | None = None,
     ) -> StepWork:
         """Return the copies that workers must make in a step.
 
@@ -199,6 +213,7 @@ class SchedulerSide:
             pages_of: Returns the current pages of a request, given its id.
             is_storing: Whether blocks may be stored in the step.
             overwritten: The pages that vLLM may change before the workers can copy them.
+            states: The pages that hold recurrent states once the step has ended, by request id.
         """
         self._num_steps += 1
         number = self._num_steps
@@ -211,13 +226,15 @@ class SchedulerSide:
         if not self._taint.is_empty or self._next.loaded or self._loading:
             self._follow(num_scheduled, pages_of)
         for request_id, num_tokens in num_scheduled.items():
-            self._note_computed(request_id, num_tokens, pages_of)
+            self._note_computed(request_id, num_tokens, pages_of, (states or {}).get(request_id, ()))
         boot = self._tiers.boot
         wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
         gathered, self._next = self._next, _Next()  # last, so that `salvaged` has the loads if an earlier line fails
         if gathered.loaded:
             self._loading[number] = gathered.loaded
-        work = StepWork(number, wanted, gathered.loads, stores, gathered.unloadable_pages, ends_late_stores)
+        work = StepWork(
+            number, wanted, gathered.loads, stores, gathered.unloadable_pages, ends_late_stores, gathered.awaited
+        )
         if work.is_reported:
             self._unreported.add(number)
         return work
@@ -232,7 +249,7 @@ class SchedulerSide:
         pages = [page for copies in gathered.loads for page in copies.pages]
         unloadable_pages = [*gathered.unloadable_pages, *pages]
         self.on_unloaded(unloadable_pages)
-        return StepWork(self._num_steps, unloadable_pages=unloadable_pages)
+        return StepWork(self._num_steps, unloadable_pages=unloadable_pages, awaited=gathered.awaited)
 
     def poll(self) -> None:
         """Process the messages of the sidecar."""
@@ -396,15 +413,18 @@ class SchedulerSide:
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
         """Plan the load of tokens *start* to *end* - 1, part of a reported hit, into *pages* in the next step."""
-        load, gathered = tracked.load, self._next
+        load, gathered, to_load = tracked.load, self._next, list[int]()
         for group_id, group in enumerate(self._groups):
             size, ids = group.block_size, pages[group_id]
             blocks = [i for i in range(start // size, min(end // size, len(ids))) if ids[i] != NULL_PAGE]
+            to_load += [ids[i] for i in blocks]
             slots = [None] * len(blocks) if load is None else load.slots_of(group_id, blocks)
             found = [(ids[i], slot) for i, slot in zip(blocks, slots, strict=True) if slot is not None]
             gathered.unloadable_pages += [ids[i] for i, slot in zip(blocks, slots, strict=True) if slot is None]
             if found:
                 gathered.loads.append(PageCopies(group_id, [page for page, _ in found], [slot for _, slot in found]))
+        if self.loads_ahead:
+            gathered.awaited.append(AwaitedLoad(tracked.request.request_id, frozenset(to_load)))
         if load is not None:
             gathered.loaded.append(load)
             tracked.load = None
@@ -444,30 +464,46 @@ class SchedulerSide:
             num_tokens = each.placement.limit(each.num_tokens)
             if why_unstored is not None:
                 tracked.why_unstored = why_unstored
-            elif tracked.is_over or now - tracked.offered_at >= OFFER_PAUSE_S:
+                self.counts.unstored_blocks[why_unstored] += len(each.states)
+            elif each.states:
+                state_copies, num_lost = self._stores.state_copies(
+                    number, each.offer, num_tokens, each.states, each.placement, left, overwritten
+                )
+                copies += state_copies
+                self.counts.unstored_blocks[self._why_no_slot()] += num_lost
+            if why_unstored is None and (tracked.is_over or now - tracked.offered_at >= OFFER_PAUSE_S):
                 stays = each.placement in staying
                 copies += self._stores.copies(
                     number, each.offer, num_tokens, each.placement, left, overwritten, stays=stays
                 )
                 if self._stores.num_left(each.offer, num_tokens):
                     tracked.offered_at = now
-                    has_room = all(map(self._tiers.has_room, range(len(self._groups))))
-                    tracked.why_unstored = Unstored.LATE if has_room else Unstored.NO_ROOM
+                    tracked.why_unstored = self._why_no_slot()
             if tracked.is_over:
                 self._count_unstored(tracked, each.offer, num_tokens)
         return copies
 
-    def _note_computed(self, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]) -> None:
+    def _why_no_slot(self) -> Unstored:
+        has_room = all(map(self._tiers.has_room, range(len(self._groups))))
+        return Unstored.LATE if has_room else Unstored.NO_ROOM
+
+    def _note_computed(
+        self,
+        request_id: str,
+        num_scheduled: int,
+        pages_of: Callable[[str], Pages | None],
+        states: Sequence[StatePage],
+    ) -> None:
         """Record the blocks that the request's pages hold after this step, unless all of them are stored already."""
         tracked = self._requests.get(request_id)
         if tracked is None or (offer := tracked.offer) is None or (placement := tracked.placement) is None:
             return
         request = tracked.request
         num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-        if not self._stores.num_left(offer, num_tokens) or (pages := pages_of(request_id)) is None:
+        if not (states or self._stores.num_left(offer, num_tokens)) or (pages := pages_of(request_id)) is None:
             return
         placement.pages = pages
-        self._computed.append(_Computed(tracked, offer, placement, num_tokens))
+        self._computed.append(_Computed(tracked, offer, placement, num_tokens, states))
 
     def _count_unstored(self, tracked: TrackedRequest, offer: Offer, num_tokens: int) -> None:
         self.counts.unstored_blocks[tracked.why_unstored] += self._stores.num_left(offer, num_tokens)

@@ -21,6 +21,14 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedLoad:
+    """A load for which a request waits outside of vLLM's steps, into *pages* of all groups."""
+
+    request_id: str
+    pages: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The shared memory of one sidecar process, which contains the host slots.
 
@@ -41,6 +49,9 @@ class StepWork:
     `PageCopies`). If *ends_late_stores* is True, all late copies of earlier steps end before any page is written.
     *loads* copies blocks to pages, before the step's forward pass. All slots are in shared memory that every worker has
     mapped already. The workers report to vLLM that *unloadable_pages* could not be loaded.
+
+    If a request does not run before its load has ended, the load is in *awaited*. Then the workers report to vLLM the
+    request instead of the pages, and `loads` may copy its blocks during the step's forward pass.
     """
 
     number: int
@@ -49,6 +60,7 @@ class StepWork:
     stores: Sequence[PageCopies] = ()
     unloadable_pages: Sequence[int] = ()
     ends_late_stores: bool = False
+    awaited: Sequence[AwaitedLoad] = ()
 
     @property
     def is_reported(self) -> bool:

@@ -10,7 +10,7 @@ from kvtier.connectors.vllm_connector.digests import Digests
 from kvtier.connectors.vllm_connector.names import RequestNames
 from kvtier.connectors.vllm_connector.step_work import PageCopies
 from kvtier.connectors.vllm_connector.taint import Placement
-from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE
+from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, StatePage
 from kvtier.tiers.device.eviction_order import NamedSpan
 from kvtier.tiers.lower.lower_tiers import LowerTiers, are_kept
 from kvtier.tiers.naming.block_hash import BlockName
@@ -24,7 +24,7 @@ class Offer:
     """The names of the blocks of one request that should be stored, and the progress so far.
 
     *num_offered* is the number of blocks, per group, that need no further attempt: they are in lower tiers, on their
-    way there, or cannot be stored.
+    way there, or cannot be stored. It is always 0 for groups of recurrent states, see `StatePage`.
     """
 
     names: RequestNames
@@ -70,6 +70,9 @@ class Stores:
     until then, and otherwise before the forward pass. Then the slot's digest is computed, and the block is published,
     so that lookups find it. If no slot is free, another attempt is made in a later step. All methods are called under
     the connector's lock.
+
+    A request's pages of recurrent states have no fixed positions: vLLM keeps few of them, and moves and overwrites
+    them. So a state is stored only from the page that vLLM names (a `StatePage`), and only in the next step.
     """
 
     def __init__(
@@ -127,10 +130,47 @@ class Stores:
         for group_id, group in enumerate(self._groups):
             start, size = offer.num_offered[group_id], group.block_size
             end = min(num_tokens // size, offer.names.num_blocks(size), len(placement.pages[group_id]))
-            if start < end:
+            if group.resumes_inside and start < end:
+                blocks, pages = range(start, end), placement.pages[group_id][start:end]
                 is_late = stays and not group.forgets
-                copies += self._copies(step, offer, group_id, range(start, end), placement, left, overwritten, is_late)
+                row_copies, offer.num_offered[group_id] = self._copies(
+                    step, offer, group_id, blocks, pages, placement, left, overwritten, is_late
+                )
+                copies += row_copies
         return copies
+
+    def state_copies(
+        self,
+        step: int,
+        offer: Offer,
+        num_tokens: int,
+        states: Sequence[StatePage],
+        placement: Placement,
+        left: list[int],
+        overwritten: Collection[int] = (),
+    ) -> tuple[list[PageCopies], int]:
+        """Reserve slots for a request's recurrent states, and return the copies to make in this step.
+
+        Only states at the end of a block of the request's first *num_tokens* tokens are copied. See `copies` for *left*
+        and *overwritten*.
+
+        Returns:
+            The copies, and the number of states that got no slot. They are not stored, because vLLM may change their
+            pages in this step.
+        """
+        copies, num_lost = list[PageCopies](), 0
+        for state in states:
+            size = self._groups[state.group_id].block_size
+            end = state.num_tokens // size
+            if state.num_tokens % size or end > min(num_tokens // size, offer.names.num_blocks(size)):
+                continue
+            blocks = range(end - 1, end)
+            row_copies, next_block = self._copies(
+                step, offer, state.group_id, blocks, [state.page], placement, left, overwritten, is_late=False
+            )
+            copies += row_copies
+            num_lost += next_block != end
+        return copies, num_lost
 
     def must_end(self, staying: Collection[Placement], overwritten: Collection[int] = ()) -> bool:
         """Return whether late copies of earlier steps must end before vLLM writes to a page in the step that begins.
@@ -149,10 +189,14 @@ class Stores:
         return bool(leaving)
 
     def num_left(self, offer: Offer, num_tokens: int) -> int:
-        """Return how many blocks of the request's first *num_tokens* tokens still have to be stored."""
+        """Return how many blocks of the request's first *num_tokens* tokens still have to be stored.
+
+        Recurrent states are not counted.
+        """
         return sum(
             max(0, min(num_tokens // group.block_size, offer.names.num_blocks(group.block_size)) - num_offered)
             for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
+            if group.resumes_inside
         )
 
     def discard(self, placement: Placement) -> None:
@@ -206,38 +250,44 @@ class Stores:
         offer: Offer,
         group_id: int,
         blocks: range,
+        pages: Sequence[int],
         placement: Placement,
         left: list[int],
         overwritten: Collection[int],
         is_late: bool,
-    ) -> list[PageCopies]:
-        size, pages = self._groups[group_id].block_size, placement.pages[group_id]
+    ) -> tuple[list[PageCopies], int]:
+        """Reserve slots for *blocks*, which are in *pages*.
+
+        Returns:
+            The copies, and the first block that needs another attempt, or the end of *blocks* if there is none.
+        """
+        size = self._groups[group_id].block_size
         names = offer.names.of(size, blocks.start, blocks.stop)
         places = self._tiers.find(group_id, names)
         wanted = [
             place
             for place in np.flatnonzero(~are_kept(places)).tolist()
-            if pages[blocks[place]] != NULL_PAGE and (group_id, names[place]) not in self._under_way
+            if pages[place] != NULL_PAGE and (group_id, names[place]) not in self._under_way
         ]
-        if lost := [place for place in wanted if pages[blocks[place]] in overwritten]:
+        if lost := [place for place in wanted if pages[place] in overwritten]:
             self._on_failed(len(lost))
             wanted = [place for place in wanted if place not in lost]
         slots = self._tiers.reserve(group_id, min(len(wanted), left[group_id]))
         left[group_id] -= len(slots)
-        offer.num_offered[group_id] = blocks.stop if len(slots) == len(wanted) else blocks[wanted[len(slots)]]
+        next_block = blocks.stop if len(slots) == len(wanted) else blocks[wanted[len(slots)]]
         if not slots:
-            return []
+            return [], next_block
         taken = wanted[: len(slots)]
         for start, end in _runs(taken):
             first = blocks[taken[start]]
             parent = offer.names.of(size, first - 1, first)[0] if first else None
             row_names = [names[place] for place in taken[start:end]][::-1]
             row_slots, owner = slots[start:end][::-1], number_of(offer.tenant)
-            row_pages = [pages[blocks[place]] for place in taken[start:end]]
+            row_pages = [pages[place] for place in taken[start:end]]
             row = _Copied(offer, placement, group_id, first, row_slots, row_names, parent, owner, row_pages, is_late)
             self._copying.setdefault(step, []).append(row)
             self._under_way.update((group_id, name) for name in row_names)
-        return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots, is_late)]
+        return [PageCopies(group_id, [pages[place] for place in taken], slots, is_late)], next_block
 
     def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
         """Compute the digests of one step's blocks, then publish all of these blocks in one message.

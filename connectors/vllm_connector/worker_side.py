@@ -17,8 +17,8 @@ class WorkerSide:
     """A copier of pages between one worker's KV cache and the sidecar's shared memory.
 
     Before vLLM computes a step, the worker first stores blocks of the previous step, then loads the blocks that this
-    step needs. If the pages of blocks stay unchanged during the step, a thread stores these blocks after the forward
-    pass. Only the worker's thread calls the methods.
+    step needs. Blocks that only a later step needs may be loaded after the step. If the pages of blocks stay unchanged
+    during the step, a thread stores these blocks after the forward pass. Only the worker's thread calls the methods.
     """
 
     def __init__(
@@ -53,7 +53,16 @@ class WorkerSide:
                 self._pages[copies.group_id].load(copies.pages, copies.slots, self._segment.slots(copies.group_id))
                 missing.difference_update(copies.pages)
         finally:
-            self._unloaded |= missing
+            awaited = frozenset[int]().union(*(each.pages for each in work.awaited))
+            self._unloaded |= missing - awaited
+
+    def ended_loads(self, work: StepWork) -> tuple[set[str], set[str]]:
+        """Return the requests that need not wait for their loads any more, and those of them whose load failed.
+
+        Call this after `load`.
+        """
+        failed = {each.request_id for each in work.awaited if each.pages & self._unloaded_in_step}
+        return {each.request_id for each in work.awaited}, failed
 
     def store(self, work: StepWork) -> None:
         """Copy the previous step's blocks into the sidecar's memory, but leave late copies for `store_late`.
@@ -87,7 +96,7 @@ class WorkerSide:
         self._late_stores.begin()
 
     def pop_failed_pages(self) -> set[int]:
-        """Return the pages that could not be loaded since the last call."""
+        """Return the pages that could not be loaded since the last call, except those of awaited loads."""
         taken, self._unloaded = self._unloaded, set()
         return taken
 

@@ -1,21 +1,17 @@
 """The real vLLM on our own connector, attached to a real sidecar by configuration alone."""
 
-import os
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from foreign.own_sidecar import NUM_TOKENS, PYTHON, OwnSidecar, engine, prompt
 from foreign.running import (
-    Sidecar,
     Vllm,
     VllmServer,
     connector_config,
     flip_disk,
-    free_endpoint,
     free_port,
     make_adapter,
     make_model,
@@ -25,8 +21,6 @@ from waiting import wait_for
 
 from kvtier.connectors.vllm_connector.counts import Unstored
 
-PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
-NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
 BLOCK = 128
 ONE_DIGEST = """
 from kvtier.connectors.vllm_connector import digests
@@ -63,38 +57,10 @@ def model(folder: Path) -> Path:
     return make_model(PYTHON, folder)
 
 
-class OwnSidecar(Sidecar):
-    """A sidecar, and where engines attach to it."""
-
-    def __init__(self, folder: Path, *remote: str, **running: Any) -> None:
-        self.socket = str(folder / "own.sock")
-        self.store = folder / "store"
-        config = folder / "sidecar.toml"
-        config.write_text('extent = "4MiB"\n')  # a hybrid has six groups, each in extents of its own
-        options = ["--config", str(config), "--host", "256MiB", "--disk", f"{self.store}:512MiB"]
-        super().__init__(free_endpoint(), *options, "--socket", self.socket, *remote, **running)
-
-
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[OwnSidecar]:
     with OwnSidecar(tmp_path) as running:
         yield running
-
-
-def engine(model: Path, sidecar: OwnSidecar, policy: str = "fail", before: str = "", **options: Any) -> Vllm:
-    return Vllm(
-        PYTHON,
-        model,
-        connector_config(sidecar.socket, policy, deadline_ms=20_000),  # far: a busy machine is no test of it
-        before=before,
-        disable_hybrid_kv_cache_manager=False,
-        **options,
-    )
-
-
-def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 259) for _ in range(num_tokens)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])

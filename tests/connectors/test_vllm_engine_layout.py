@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.connectors.vllm_connector import engine_layout
 from kvtier.connectors.vllm_connector.build_scheduler_half import Settings, settings_of
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine, group_layouts, namespace_of
 from kvtier.connectors.vllm_connector.known_vllm import HOOKS, check_engine
-from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 
 
 # Named as vLLM's, with what the connector reads of them: the shapes of vLLM 0.32.
@@ -36,6 +37,15 @@ class ChunkedLocalAttentionSpec:
 
 @dataclass(frozen=True)
 class MambaSpec:
+    block_size: int = 16
+    page_size_bytes: int = 1024  # with padding
+    shapes: tuple[tuple[int, ...], ...] = ((3, 20), (4, 4, 8))
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    mamba_cache_mode: str = "align"
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec:
     block_size: int = 16
     page_size_bytes: int = 1024
 
@@ -82,10 +92,21 @@ def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
     assert layout.page_bytes == (1024, 256)
 
 
+def test_a_recurrent_state_is_a_block_without_vllms_padding() -> None:
+    (layout,) = group_layouts(Config([Group(MambaSpec())]), num_ranks=2)
+
+    assert layout.attention == RecurrentState(16)
+    assert layout.page_bytes == (3 * 20 * 2 + 4 * 4 * 8 * 4,) * 2
+
+
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
-        ([Group(MambaSpec())], "vLLM's kind MambaSpec"),
+        ([Group(CrossAttentionSpec())], "vLLM's kind CrossAttentionSpec"),
+        (
+            [Group(MambaSpec(mamba_cache_mode="all"))],
+            'mamba_cache_mode "all".*start vLLM with --mamba-cache-mode align',
+        ),
         ([Group(SlidingWindowSpec(extra_retained_tokens=1))], "keep extra tokens"),
         ([], "no KV cache"),
         (

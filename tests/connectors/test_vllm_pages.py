@@ -6,7 +6,7 @@ import torch
 
 from kvtier.connectors.vllm_connector.engine_layout import GroupLayout, UnsupportedEngine
 from kvtier.connectors.vllm_connector.pages import DevicePages, Pages, group_pages
-from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.groups import FullAttention, RecurrentState
 
 NUM_PAGES, HEADS, TOKENS, SIZE = 6, 2, 4, 8
 PAGE_BYTES = HEADS * TOKENS * 2 * SIZE * 2
@@ -90,6 +90,21 @@ def test_layers_may_lie_beside_each_other_in_each_block() -> None:
 
     assert not host[0, :PAGE_BYTES].any()
     assert host[0, PAGE_BYTES:].view(np.uint16).all()
+
+
+def test_a_recurrent_state_is_copied_without_what_pads_its_page() -> None:
+    num_bytes, padded = 40, 64
+    raw = torch.ones(NUM_PAGES * padded, dtype=torch.int8)
+    states = torch.as_strided(raw, (NUM_PAGES, 1, 1, num_bytes), (padded, num_bytes, num_bytes, 1))
+    states[3] = 2
+    host = np.zeros((1, num_bytes), np.uint8)
+    pages = group_pages(GroupLayout(RecurrentState(TOKENS), ("a",), (num_bytes,), 1), {"a": states}, NUM_PAGES, 0)
+
+    pages.store([3], [0], host)
+    pages.load([1], [0], host)
+
+    assert (host[0] == 2).all()
+    assert (raw.view(NUM_PAGES, padded)[1] == torch.tensor([2] * num_bytes + [1] * (padded - num_bytes))).all()
 
 
 def test_heads_and_tokens_may_come_in_any_order_inside_a_block() -> None:

@@ -13,6 +13,7 @@ from vllm_connector_bed import (
     FULL,
     HYBRID,
     PAGE_BYTES,
+    STATES,
     ConnectorBed,
     FakeAdapter,
     FakeRequest,
@@ -694,10 +695,11 @@ def test_reset_forgets_all_of_it(bed: ConnectorBed) -> None:
     assert bed.run(bed.request(prompt)) == 0
 
 
-@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("groups", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_becomes_of_the_sidecar_no_page_is_wrong(groups: Sequence[AttentionGroup], seed: int) -> None:
     bed = ConnectorBed(groups, seed=seed)
+    bed.state_interval = 1
     documents = [bed.prompt(32) for _ in range(4)]
     num_loaded = 0
     for _ in range(60):

