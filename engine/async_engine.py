@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import IDLE_WAIT_S, RESET_WAIT_S, EngineCore, EngineStatistics
 from kvtier.engine.engine_thread import Attendant, EngineThread, Progress, fail
-from kvtier.engine.llm import GREEDY, Prompt, encode, keyed
+from kvtier.engine.images.image_prompt import ImagePrompt, PreparedPrompt
+from kvtier.engine.llm import GREEDY, Prompt, keyed, prepare
 from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
@@ -95,6 +96,7 @@ class AsyncEngine:
         config: Config | Mapping[str, object] | str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Callable[[str], None] = lambda stage: None,
+        image_processor: BaseImageProcessor | None = None,
     ) -> None:
         """Prepare the engine without loading it.
 
@@ -103,7 +105,7 @@ class AsyncEngine:
         self.config = as_config({} if config is None else config)
         self._streams: dict[Request, _Stream] = {}  # owned by the engine's thread
         # Only this thread touches the engine.
-        load = partial(LoadedEngine.load, model, self.config, tokenizer, progress)
+        load = partial(LoadedEngine.load, model, self.config, tokenizer, progress, image_processor)
         self._thread = EngineThread(load, self._send, self._end_streams)
         self._closed = False
 
@@ -126,7 +128,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PreparedPrompt,
         sampling: SamplingParams | None = None,
         *,
         lora: str | None = None,
@@ -146,7 +148,7 @@ class AsyncEngine:
         """
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
-        token_ids = await self._token_ids(prompt)
+        prepared = await self._prepared(prompt, extra.cache_salt if cache_salt is None else cache_salt)
         grammar = None if sampling is None else await self.grammar_of(sampling.structured_outputs, caller.tenant)
         core = self._loaded_engine().core  # only now: the engine may have been closed during the awaits above
         keys = keyed(core, extra, lora, cache_salt)
@@ -154,7 +156,19 @@ class AsyncEngine:
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(
-                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller, grammar)
+                core,
+                stream,
+                partial(
+                    core.add,
+                    prepared.token_ids,
+                    params,
+                    keys,
+                    arrived_at,
+                    options,
+                    caller,
+                    grammar,
+                    prepared.images,
+                ),
             ),
             stream.refuse,
         )
@@ -185,10 +199,13 @@ class AsyncEngine:
         grammars = self._loaded_engine().core.grammars
         return await self.with_tokenizer(lambda _: grammars.compile(asked), tenant)
 
-    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
-        return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    async def _prepared(self, prompt: Prompt | PreparedPrompt, cache_salt: str | None) -> PreparedPrompt:
+        if isinstance(prompt, PreparedPrompt):
+            return prompt
+        if isinstance(prompt, str | ImagePrompt):
+            images = self._loaded_engine().core.images
+            return await self.with_tokenizer(lambda tokenizer: prepare(tokenizer, images, prompt, cache_salt))
+        return PreparedPrompt(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
         """Call *work* with the tokenizer in a tokenizer thread, and return its result.

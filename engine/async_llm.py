@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.async_engine import AsyncEngine, StreamChunk
 from kvtier.engine.config import Config, as_config
@@ -44,11 +44,12 @@ class AsyncLLM:
         model: str | Path | PreTrainedModel,
         config: Config | Mapping[str, object] | str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        image_processor: BaseImageProcessor | None = None,
     ) -> None:
         """Prepare the engine without loading it; `start` loads it."""
         self.config = as_config({} if config is None else config)
         self._model = model
-        self._engine = AsyncEngine(model, self.config, tokenizer)
+        self._engine = AsyncEngine(model, self.config, tokenizer, image_processor=image_processor)
 
     async def start(self) -> None:
         """Load the model and start serving. Call it once; it raises the same errors as `LLM`.

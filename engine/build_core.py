@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,6 +15,8 @@ from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, packed
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
+from kvtier.engine.images.engine_images import Images
+from kvtier.engine.images.open_images import open_images
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
 from kvtier.engine.model.gpu_share import device_capacity
@@ -54,6 +57,9 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
+
 # Wait this long for host memory to be prepared, which suffices for 1 to 2 GB. While memory was still being prepared, a
 # first load was up to three times slower.
 STARTUP_WAIT_S = 1.0
@@ -76,8 +82,11 @@ def build_core(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
     progress: Callable[[str], None] = lambda stage: None,
+    image_processor: "BaseImageProcessor | None" = None,
 ) -> EngineCore:
     """Build the engine that the configuration describes. *progress* is called with the name of each stage.
+
+    Prompts may have images if the model sees images and *image_processor* is the model's.
 
     If the store on disk cannot be opened, a warning is logged, and the engine works without it until it can be opened.
 
@@ -176,6 +185,7 @@ def build_core(
                 sidecar,
                 remote,
                 sampling_defaults,
+                _images(config, runner, tokenizer, image_processor, store, namespace, undo),
             ),
         )
         undo.pop_all()
@@ -242,6 +252,21 @@ def _open_disk(
     undo.callback(store.close)
     store.wait_opened(OPENING_WAIT_S)
     return store, disk_tier(store, config.disk, namespace)
+
+
+def _images(
+    config: Config,
+    runner: ModelRunner,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: "BaseImageProcessor | None",
+    store: ReopeningStore | None,
+    namespace: Namespace,
+    undo: ExitStack,
+) -> Images:
+    row_store = store if namespace.kv_quantization == "none" else None  # a lossy codec would round the rows
+    images = open_images(runner, tokenizer, processor, config.images, row_store, namespace.digest)
+    undo.callback(images.close)
+    return images
 
 
 def _open_remote(config: Config, finished: Finished, namespace: Namespace, undo: ExitStack) -> OpenRemote | None:

@@ -354,6 +354,24 @@ class EventsConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"endpoint {endpoint} has no valid port; use 1 to 65535, or 0 for any free port")
 
 
+class ImagesConfig(Table, frozen=True, kw_only=True):
+    """`[images]`: images in prompts, for models that see images.
+
+    Attributes:
+        max_per_prompt: Maximum number of images of a prompt.
+        max_pixels: Maximum number of pixels of an image. It is checked before the image is decoded.
+        cache: Bytes of host memory for the encoder's results, so that an image is encoded once.
+        disk: Whether the encoder's results are also stored in the store of [disk], within its capacity.
+        waiting: Bytes of decoded images that may wait in the engine. Further requests with images are refused.
+    """
+
+    max_per_prompt: Count = 16
+    max_pixels: Count = 1 << 24
+    cache: ByteSize = parse_bytes("256MiB")
+    disk: bool = True
+    waiting: ByteSize = parse_bytes("1GiB")
+
+
 class DocumentsConfig(Table, frozen=True, kw_only=True):
     """`[documents]`: the named documents that `kvtier serve` keeps cached.
 
@@ -544,6 +562,7 @@ class Config(Table, frozen=True, kw_only=True):
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     events: EventsConfig | None = None
+    images: ImagesConfig = ImagesConfig()
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
     operators: OperatorsConfig = OperatorsConfig()

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvtier.engine.attached.link import SidecarStanding
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.config import Config
 from kvtier.engine.fault_log import FaultLog, flush_fault
+from kvtier.engine.images.engine_images import Images, ImageStatistics, ImageUse
+from kvtier.engine.images.prompt_images import PromptImages
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.drawing.draws import sample_tokens
 from kvtier.engine.model.drawing.token_bans import TokenBans
@@ -83,6 +85,7 @@ class EngineStatistics:
     sidecar: SidecarStanding | None  # None without a sidecar
     requests: RequestStatistics
     pinned_bytes: int  # bytes that all pins together keep in host memory or load there
+    images: ImageStatistics | None  # None if the model sees no images
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class Parts:
     sidecar: SidecarTiers | None  # the tiers below the device; None if this process has its own
     remote: OpenRemote | None  # None without a remote tier
     sampling_defaults: SamplingDefaults
+    images: Images
 
 
 class EngineCore:
@@ -129,6 +133,7 @@ class EngineCore:
         self.runner = parts.runner
         self.grammars = Grammars(tokenizer, parts.runner.vocab_size, parts.runner.end_token_ids)
         self.sampling_defaults = parts.sampling_defaults
+        self.images = parts.images
         self._memories = parts.memories
         self._store = parts.store
         self._sidecar = parts.sidecar
@@ -185,8 +190,11 @@ class EngineCore:
         options: RequestOptions = DEFAULT_OPTIONS,
         caller: Caller = ANONYMOUS,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
     ) -> Request:
         """Queue a prompt and return its request.
+
+        *images* are the prompt's images, from `Images.prepare`. Their identities become part of the block names.
 
         *grammar* is the compiled form of `sampling.structured_outputs`. If it is None, this method compiles it.
 
@@ -207,12 +215,16 @@ class EngineCore:
             )
         if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; use a Lora from EngineCore.lora_key")
+        if images is not None:
+            self.images.check_adapter(extra.lora)
+            extra = with_images(extra, images)
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
         timeline = Timeline(arrived_at, caller)
         state = self._grammar_state(sampling, grammar)
         request = Request(token_ids, sampling, chain, detokenizer, options, timeline, bans, state)
+        request.images = None if images is None else ImageUse(images, extra.cache_salt)
         self.scheduler.add(request)
         self._accounts.on_added(request)
         return request
@@ -299,6 +311,7 @@ class EngineCore:
         self._check_open()
         if self.scheduler.running or self.scheduler.promoting or not self.cache.reset():
             return False
+        self.images.clear()
         self.pins.forget_all()  # the reset ended all pins, so callers may pin again up to their limits
         self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
@@ -432,6 +445,7 @@ class EngineCore:
             if self._remote is not None:
                 ends.callback(self._remote.close)
             ends.callback(self._close_tiers)
+            ends.callback(self.images.close)
             ends.callback(self.runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
@@ -519,9 +533,9 @@ class EngineCore:
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
         """Compute the step's work, and return the requests that got a token or ended without one."""
-        started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
-        chunks = [_chunk(item) for item in work]
+        chunks = [self._chunk(item) for item in work]
+        started_at = time.monotonic()  # after images were encoded, because prefill speed is measured without encoders
         is_scored = any(item.scored for item in work)
         logits = self.runner.run(chunks)
         lost = self.scheduler.settle(work)
@@ -541,6 +555,19 @@ class EngineCore:
         if all(chunk.gate is None for chunk in chunks) and not is_scored:
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
+
+    def _chunk(self, work: Work) -> Chunk:
+        request, start = work.request, work.request.num_computed
+        end, scored = start + work.num_tokens, work.scored
+        return Chunk(
+            request.token_ids[start:end],
+            start,
+            request.tables,
+            work.gate,
+            request.chain.extra.lora,
+            end - scored.start if scored else 1,
+            None if request.images is None else self.images.rows(request.images, start, end),
+        )
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Append to each request its next token, drawn from *logits* `[requests, vocab]`."""
@@ -587,6 +614,7 @@ class EngineCore:
             None if self._sidecar is None else self._sidecar.standing(),
             self._accounts.statistics(cache.tiers),
             self.cache.pins.num_bytes,
+            self.images.statistics(),
         )
 
     def _prepared_bytes(self) -> int:
@@ -611,11 +639,11 @@ def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
     return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 
-def _chunk(work: Work) -> Chunk:
-    request, start = work.request, work.request.num_computed
-    end, scored = start + work.num_tokens, work.scored
-    num_logits = end - scored.start if scored else 1
-    return Chunk(request.token_ids[start:end], start, request.tables, work.gate, request.chain.extra.lora, num_logits)
+def with_images(extra: ExtraKeys, images: PromptImages) -> ExtraKeys:
+    """Return *extra* with the identities of a prompt's images, which are part of the names of their blocks."""
+    if extra.multimodal:
+        raise ValueError("extra: it names multimodal items, and the prompt has images; give only one of them")
+    return replace(extra, multimodal=images.items)
 
 
 def _score(work: Sequence[Work], logits: Sequence[torch.Tensor], lost: Sequence[Request]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,13 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config, size_text
-from kvtier.engine.core import EngineCore, EngineStatistics
+from kvtier.engine.core import EngineCore, EngineStatistics, with_images
+from kvtier.engine.images.engine_images import Images
+from kvtier.engine.images.image_prompt import ImagePrompt, PreparedPrompt
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.engine.model.sampling import SamplingParams
@@ -32,7 +35,7 @@ from kvtier.engine.scheduling.request import Completion, Request, RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from kvtier.tiers.naming.request_text import check_text
 
-Prompt = str | Sequence[int] | npt.NDArray[np.integer]
+Prompt = str | Sequence[int] | npt.NDArray[np.integer] | ImagePrompt
 GREEDY = SamplingParams()
 MIN_PROMPTS_FOR_PROGRESS = 4  # from this number of prompts on, `generate` shows a progress bar on a terminal
 
@@ -48,6 +51,8 @@ class LLM:
         model: A folder, a GGUF file, a hub id, "smollm2", or a loaded `transformers` model.
         config: A `Config`, a dict, a TOML file, or the name of a shipped configuration such as "laptop".
         tokenizer: Required with a loaded model.
+        image_processor: Required with a loaded model whose prompts have images: a processor of transformers that uses
+            pillow, from `AutoImageProcessor.from_pretrained(..., backend="pil")`.
     """
 
     def __init__(
@@ -55,13 +60,15 @@ class LLM:
         model: str | Path | PreTrainedModel,
         config: Config | Mapping[str, object] | str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        image_processor: BaseImageProcessor | None = None,
     ) -> None:
         self.config = as_config({} if config is None else config)
         self._calls = OneCaller("LLM")
         self._description = described("LLM", model, self.config)
         self._is_callers_model = isinstance(model, PreTrainedModel)
         loaded, tokenizer = load_model(model, self.config.model, tokenizer)
-        self.core = build_core(loaded, tokenizer, self.config)
+        image_processor = image_processor or load_image_processor(model)
+        self.core = build_core(loaded, tokenizer, self.config, image_processor=image_processor)
         self._closer = weakref.finalize(self, self.core.close)
         try:
             self._metrics = serve_metrics(lambda: self.core.statistics, self.config, model_name(model, self.config))
@@ -81,12 +88,12 @@ class LLM:
         max_load_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Generate continuations of all prompts (texts or token ids) in one batch, and return them in order.
+        """Generate continuations of all prompts in one batch, and return them in order.
 
         Prompts share cached blocks only with prompts of the same *lora*, *cache_salt* and *extra*.
 
         Args:
-            prompts: One prompt or several; a prompt is a text or a sequence of token ids.
+            prompts: One prompt or several; a prompt is a text, a sequence of token ids, or an `ImagePrompt`.
             sampling: Sampling parameters; by default those of `default_sampling`.
             lora: Name of a LoRA adapter of the configuration.
             cache_salt: Name of the tenant whose blocks the prompts may use, and whose quota they count in.
@@ -96,7 +103,7 @@ class LLM:
             progress: Whether to show a progress bar. By default a terminal shows one for at least four prompts.
 
         Raises:
-            ValueError: If a prompt cannot fit the device pool, or the adapter is not loaded.
+            ValueError: If a prompt cannot fit the device pool, an image cannot be used, or the adapter is not loaded.
             ChangedModel: If the model was changed since it was loaded.
         """
         arrived_at = time.monotonic()
@@ -125,15 +132,27 @@ class LLM:
             with Progress(*columns, console=Console(stderr=True), transient=True, disable=not wanted) as bar:
                 task = bar.add_task("prompts", total=len(todo))
                 while len(requests) < len(todo) or self.core.has_work:
-                    while len(requests) < len(todo) and self.core.num_waiting < self.config.scheduler.max_waiting:
-                        token_ids = encode(self.core.tokenizer, todo[len(requests)])
-                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, options))
+                    while len(requests) < len(todo) and self._has_room:
+                        requests.append(self._add(todo[len(requests)], sampling, keys, arrived_at, options))
                     bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
         finally:
             for request in requests:
                 self.core.abort(request)
         self.core.share()
         return [request.completion() for request in requests]
+
+    def _add(
+        self, prompt: Prompt, sampling: SamplingParams, keys: ExtraKeys, arrived_at: float, options: RequestOptions
+    ) -> Request:
+        # A method of its own: only the request holds its prepared images, and frees them when it ends.
+        ready = prepare(self.core.tokenizer, self.core.images, prompt, keys.cache_salt)
+        return self.core.add(ready.token_ids, sampling, keys, arrived_at, options, images=ready.images)
+
+    @property
+    def _has_room(self) -> bool:
+        """True if another prompt may be queued: the queue is not full, and images do not take too much memory."""
+        is_free = self.core.images.has_room or not self.core.has_work
+        return is_free and self.core.num_waiting < self.config.scheduler.max_waiting
 
     def default_sampling(self) -> SamplingParams:
         """Return the sampling parameters of the model's `generation_config`.
@@ -153,8 +172,11 @@ class LLM:
     ) -> dict[str, int]:
         """Return the number of the prompt's tokens in each tier; "nowhere" counts tokens that are not cached."""
         with self._calls:
-            token_ids = encode(self.core.tokenizer, prompt)
-            return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
+            keys = keyed(self.core, extra, lora, cache_salt)
+            prepared = prepare(self.core.tokenizer, self.core.images, prompt, keys.cache_salt)
+            if prepared.images is not None:
+                keys = with_images(keys, prepared.images)
+            return self.core.where(prepared.token_ids, keys)
 
     def reset_prefix_cache(self) -> bool:
         """Evict all blocks from device, host memory and disk.
@@ -232,6 +254,13 @@ def load_model(
     return loaded, tokenizer
 
 
+def load_image_processor(model: str | Path | PreTrainedModel) -> BaseImageProcessor | None:
+    """Return the image processor of a model that is given by name; None if it has none or pillow is not installed."""
+    if isinstance(model, PreTrainedModel) or find_spec("PIL") is None:
+        return None
+    return Checkpoint.of(model).image_processor()
+
+
 def model_name(model: str | Path | PreTrainedModel, config: Config) -> str:
     """Return the model's name: `server.model_name`, or by default its folder, file, hub id or class."""
     if config.server.model_name is not None:
@@ -269,12 +298,25 @@ def torch_device(name: str) -> torch.device:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return *prompts* as a list. One prompt, a text or a sequence of token ids, becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+    if isinstance(prompts, str | ImagePrompt) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]  # a sequence that starts with a number is one prompt's tokens
     return list(prompts)  # any other sequence holds prompts
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
+def prepare(
+    tokenizer: PreTrainedTokenizerBase, images: Images, prompt: Prompt, cache_salt: str | None
+) -> PreparedPrompt:
+    """Return the tokens and images of *prompt*, with the image part *images* of the engine that is to compute it.
+
+    Raises:
+        ValueError: If the text is not valid Unicode, or an image cannot be used.
+    """
+    if isinstance(prompt, ImagePrompt):
+        return images.prepare(encode(tokenizer, prompt.prompt), prompt.images, cache_salt)
+    return PreparedPrompt(encode(tokenizer, prompt))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int] | npt.NDArray[np.integer]) -> Sequence[int]:
     """Return the prompt's token ids. Raise ValueError if the text is not valid Unicode."""
     if isinstance(prompt, str):
         check_text("prompt", prompt)

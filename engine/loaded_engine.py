@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import Config, size_text
 from kvtier.engine.core import EngineCore
-from kvtier.engine.llm import load_model, model_name
+from kvtier.engine.llm import load_image_processor, load_model, model_name
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.observability.metrics.server import MetricsServer, serve_metrics
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
@@ -32,6 +32,7 @@ class LoadedEngine:
         config: Config,
         tokenizer: PreTrainedTokenizerBase | None,
         progress: Callable[[str], None],
+        image_processor: BaseImageProcessor | None = None,
     ) -> Self:
         """Load a model and build its engine. Arguments and errors are those of `LLM`.
 
@@ -42,7 +43,7 @@ class LoadedEngine:
         with ExitStack() as undo:
             tokenizers = TokenizerThreads(its_tokenizer, config.server.tokenizer_threads)
             undo.callback(tokenizers.close)
-            core = build_core(loaded, its_tokenizer, config, progress)
+            core = build_core(loaded, its_tokenizer, config, progress, image_processor or load_image_processor(model))
             undo.callback(core.close)
             progress("reading the vocabulary")
             core.grammars.prepare()

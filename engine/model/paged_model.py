@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
 from kvtier.engine.model.cpu.row_attention import RowAttention
 from kvtier.engine.model.errors import ChangedModel
+from kvtier.engine.model.image_rows import ImageRows, image_arguments, rope_positions
 from kvtier.engine.model.latent_attention import latent_paths, matrices_of
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
@@ -38,6 +39,7 @@ class Chunk:
     gate: LayerGate | None = None  # if the prefix is still being loaded
     lora: Lora | None = None  # one of the runner's adapters
     num_logits: int = 1  # number of last tokens to return the logits of
+    images: ImageRows | None = None  # if the request's prompt has images
 
 
 class PagedModel:
@@ -104,15 +106,19 @@ class PagedModel:
         for chunk in chunks:
             end += len(chunk.token_ids)
             ends.append(end)
+        input_ids = torch.tensor(token_ids, device=self.device)
+        lengths, images = [len(chunk.token_ids) for chunk in chunks], [chunk.images for chunk in chunks]
+        has_images = any(each is not None for each in images)
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
         with self.claim.alone(), self._step(chunks, ends) as step:
             self.claim.check()
             logits: torch.Tensor = self.model(
-                input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=positions[None],
+                input_ids=input_ids[None],
+                position_ids=rope_positions(positions, lengths, images),
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
                 **{CACHE_ARGUMENT: StepCache(positions, step.receive)},
+                **(image_arguments(self.model, input_ids, lengths, images) if has_images else {}),
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(

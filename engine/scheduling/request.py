@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtier.engine.images.engine_images import ImageUse
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.logprobs import TokenLogprobs, step_logprobs
@@ -138,6 +139,7 @@ class Request:
     # Length of a cached prefix that is longer than the hit. It cannot be used yet, because groups that forget blocks
     # (such as sliding windows) lack those at its end. Once this request has computed these blocks, they are kept.
     junction: int | None = None
+    images: ImageUse | None = None  # None once the request has ended, so that its images can be freed
     loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None
     finish_reason: FinishReason | None = None
@@ -199,6 +201,7 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         """End the request and release the text that was held back for a possible stop string."""
         self.finish_reason = reason
+        self.images = None
         self.timeline.on_ended(time.monotonic())
         self.new_text += self.detokenizer.flush()
 

@@ -27,6 +27,7 @@ FALLS_BACK = {"triton", "cuda", "cupy"}  # kvtier tries these, and has another w
 # Functions of these modules are called only after the extra was asked for, in the module or by its caller.
 ASKED_BEFORE = {
     "kvtier.cli.route": "route",
+    "kvtier.engine.images.check": "images",  # by open_images
     "kvtier.engine.kv_events": "events",
     "kvtier.engine.model.lora_adapter": "lora",  # by adapter_folder
     "kvtier.engine.model.structured.grammar": "structured",  # by grammars, as for the next three

@@ -27,6 +27,7 @@ from package_builds import ROOT, build, copy_of_tree
 from redis_servers import SERVER, RedisServer
 from serving import chat_tokenizer
 from small_models import build as build_model
+from vision_models import build_vision
 from waiting import wait_for
 
 pytestmark = [
@@ -62,6 +63,22 @@ for model, config in json.loads(sys.argv[1]):
             llm.generate(["Hello"], sampling)
         print("it works")
     except (ImportError, ValueError) as error:
+        print(error)
+"""
+# Arguments: a model that sees images, and a configuration. Prints how many tokens were generated, or why not.
+SEE = """
+import json, sys
+from kvtier import LLM, ImagePrompt, SamplingParams
+with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
+    try:
+        from PIL import Image
+        images = [Image.new("RGB", (40, 30), "red")]
+    except ImportError:
+        images = ["an image that pillow would have opened"]
+    try:
+        (done,) = llm.generate(ImagePrompt("<image>?", images), SamplingParams(max_tokens=4))
+        print(len(done.token_ids))
+    except ValueError as error:
         print(error)
 """
 EVERY_NAME = "import kvtier; print([getattr(kvtier, name) is not None for name in kvtier.__all__])"
@@ -236,6 +253,14 @@ def test_without_extras_each_setting_says_which_one_it_needs(install: Install, m
         assert re.fullmatch(rf".+ needs [\w ]+; pip install 'kvtier\[{extra}\]'(, or .+)?", line), line
 
 
+def test_without_extras_an_image_says_which_one_it_needs(install: Install) -> None:
+    environment = install()
+
+    told = see(environment)
+
+    assert told == "an image in a prompt needs PIL; pip install 'kvtier[images]'\n"
+
+
 def test_what_a_message_says_to_install_can_be_installed(install: Install) -> None:
     """pip takes the requirements of an extra from kvtier as it is installed, and asks no index for kvtier."""
     environment = install()
@@ -325,6 +350,16 @@ def use_adapter(environment: Installed, model: Path) -> None:
     assert environment.ask(model, {"lora": {"mine": {"path": str(adapter)}}}, lora="mine") == "4\n"
 
 
+def see(environment: Installed) -> str:
+    for part in build_vision("smolvlm").parts():
+        part.save_pretrained(environment.folder / "seeing")
+    return environment.run("python", "-c", SEE, environment.folder / "seeing", json.dumps(CONFIG))
+
+
+def see_an_image(environment: Installed, model: Path) -> None:
+    assert see(environment) == "4\n"
+
+
 def publish_events(environment: Installed, model: Path) -> None:
     events = {"endpoint": f"ipc://{environment.folder}/events"}
     assert environment.ask(model, {"events": events}) == "4\n"
@@ -359,6 +394,7 @@ COMMANDS: dict[str, Callable[[Installed, Path], None]] = {
     "crypto": encrypt,
     "events": publish_events,
     "examples": start_examples,
+    "images": see_an_image,
     "lora": use_adapter,
     "object": use_object_store,
     "otel": trace,

@@ -51,6 +51,7 @@ MORE = {  # what a help text has no room for
     "kvtier_tenant_tokens": "The source is a tier or `recomputed`. At most `[metrics] top_tenants` tenants are counted "
     "by name, each from the time when it became one of the largest. All other tokens have the tenant `other`.",
     "kvtier_requests": "The states are `waiting`, `promoting` (the request's prefix is being loaded) and `running`.",
+    "kvtier_images": "The sources are `encoder`, `host` and `disk`.",
     "kvtier_request_log_lines": "The results are `written` and `dropped`.",
     "kvtier_evicted_blocks": "A larger tier would reduce only the evictions with the cause `room`.",
     "kvtier_eviction_age_seconds": "If the age of most blocks is less than ten minutes, a larger tier would have more "

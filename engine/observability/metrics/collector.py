@@ -24,7 +24,9 @@ from kvtier.engine.observability.metrics.tiers import (
 )
 
 if TYPE_CHECKING:
-    from kvtier.engine.core import EngineStatistics  # imports torch, which a starting server has not loaded yet
+    # These import torch, which a starting server has not loaded yet.
+    from kvtier.engine.core import EngineStatistics
+    from kvtier.engine.images.engine_images import ImageStatistics
 
 
 class EngineCollector(Collector):
@@ -65,6 +67,8 @@ class EngineCollector(Collector):
         yield from _request_metrics(statistics)
         if statistics.requests.log is not None:
             yield from request_log_metrics(statistics.requests.log)
+        if statistics.images is not None:
+            yield from _image_metrics(statistics.images)
         yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
@@ -93,6 +97,13 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     )
     yield names.DROPPED_EVENT_BATCHES.of(statistics.num_dropped_events)
     yield names.RECENT_HIT_RATIO.of(prefix.recent_hit_ratio)
+
+
+def _image_metrics(images: "ImageStatistics") -> Iterator[Metric]:
+    yield names.IMAGES.by({"encoder": images.num_encoded, "host": images.num_from_host, "disk": images.num_from_disk})
+    yield names.IMAGE_ENCODER_SECONDS.of(images.encoding_s)
+    yield names.IMAGE_CACHE_BYTES.of(images.cached_bytes)
+    yield names.IMAGE_WAITING_BYTES.of(images.waiting_bytes)
 
 
 def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:

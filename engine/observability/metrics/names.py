@@ -34,6 +34,16 @@ REQUEST_LOG_LINES = counter(
     "result",
 )
 
+# Images in prompts.
+IMAGES = counter(
+    "kvtier_images",
+    "Images in prompts: runs of the encoder, and results found in host memory or read from disk.",
+    "source",
+)
+IMAGE_ENCODER_SECONDS = counter("kvtier_image_encoder_seconds", "Seconds that the image encoder ran.")
+IMAGE_CACHE_BYTES = gauge("kvtier_image_cache_bytes", "Bytes of the image encoder's results in host memory.")
+IMAGE_WAITING_BYTES = gauge("kvtier_image_waiting_bytes", "Bytes of decoded images of requests that wait or run.")
+
 # Tiers.
 RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier that lookups can find.", "tier")
 RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier.", "tier")

@@ -1,0 +1,278 @@
+"""A prompt with images gets the tokens of plain transformers, wherever its blocks and its images' rows come from."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_adapters import save_adapter
+from vision_models import FAMILIES, VisionModel, build_vision, picture, plain_answer
+
+from kvtier import LLM, ImagePrompt, SamplingParams
+from kvtier.engine.observability.metrics.collector import EngineCollector
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.tiers.naming.tier import Tier
+
+NUM_NEW = 8
+GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * BLOCK_SIZE
+SIZE = (96, 80)
+
+
+@pytest.fixture(params=FAMILIES)
+def seen(request: pytest.FixtureRequest) -> VisionModel:
+    return build_vision(request.param)
+
+
+def tables(folder: Path, num_blocks: int = 64, num_in_host: int = 64) -> dict[str, Any]:
+    return {
+        "device": {"capacity": num_blocks * BLOCK_BYTES, "block_size": BLOCK_SIZE},
+        "host": {"capacity": num_in_host * BLOCK_BYTES},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": 60.0},
+        "scheduler": {"prefill_chunk": 24, "token_budget": 48, "load": "always"},
+    }
+
+
+def llm_of(seen: VisionModel, config: Mapping[str, Any]) -> LLM:
+    model, tokenizer, processor = seen.parts()
+    return LLM(model, config, tokenizer, image_processor=processor)
+
+
+def asked(seen: VisionModel, seed: int, question: str = "what is it?") -> ImagePrompt:
+    return ImagePrompt(f"Look at this: {seen.in_prompt}, and say {question}", [picture(seed, *SIZE)])
+
+
+def push_down(llm: LLM, prompt: ImagePrompt, tier: Tier) -> None:
+    """Answer other prompts until nothing of *prompt* is in *tier* or a faster one."""
+    depths = {str(each): each.depth for each in Tier}
+    for seed in range(60):
+        found = {name for name, count in llm.where(prompt).items() if count and name in depths}
+        if all(depths[name] > tier.depth for name in found):
+            assert llm.core.cache.drain.flush(60.0) == 0, "blocks without a copy on disk"
+            return
+        llm.generate(f"{seed} " + "".join(random.Random(seed).choices("abcdefgh", k=150)), GREEDY)
+    raise AssertionError(f"the prompt never left the {tier} tier")
+
+
+def test_tokens_are_those_of_plain_transformers_from_every_tier(seen: VisionModel, tmp_path: Path) -> None:
+    prompt = asked(seen, 1)
+    expected = plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)
+
+    with llm_of(seen, tables(tmp_path, 24, 40)) as llm:
+        cold = llm.generate(prompt, GREEDY)[0]
+        from_device = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.DEVICE)
+        from_host = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.HOST)
+        from_disk = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+        num_encoded = llm.statistics().images.num_encoded
+    with llm_of(seen, tables(tmp_path, 24, 40)) as llm:
+        restarted = llm.generate(prompt, GREEDY)[0]
+        num_encoded_again = llm.statistics().images.num_encoded
+
+    assert [done.token_ids for done in (cold, from_device, from_host, from_disk, restarted)] == [expected] * 5
+    assert cold.tokens.recomputed == cold.tokens.num_tokens
+    assert from_device.tokens.device == cold.tokens.num_tokens - 1
+    assert from_host.tokens.host > 0
+    assert from_disk.tokens.disk > 0
+    assert restarted.tokens.disk > 0
+    assert (num_encoded, num_encoded_again) == (1, 0)
+
+
+def test_requests_with_and_without_images_share_steps_in_a_pool_too_small_for_all(
+    seen: VisionModel, tmp_path: Path
+) -> None:
+    images = [picture(seed, *SIZE) for seed in range(4)]
+    two = f"First {seen.in_prompt} and then {seen.in_prompt}: which one?"
+    prompts = [
+        asked(seen, 0),
+        "no image at all, only a text of some words",
+        ImagePrompt(two, [images[1], images[2]]),
+        asked(seen, 3, "nothing, or else everything that comes to mind!"),
+        ImagePrompt(two, [images[1], images[0]]),
+    ]
+    expected = [
+        plain_answer(seen, each, [], NUM_NEW)
+        if isinstance(each, str)
+        else plain_answer(seen, str(each.prompt), each.images, NUM_NEW)
+        for each in prompts
+    ]
+
+    with llm_of(seen, tables(tmp_path, 22)) as llm:
+        done = [llm.generate(prompts, GREEDY) for _ in range(2)]
+        llm.check()
+
+    assert [[answer.token_ids for answer in answers] for answers in done] == [expected, expected]
+
+
+def test_another_image_in_the_same_prompt_shares_only_the_blocks_before_it(seen: VisionModel, tmp_path: Path) -> None:
+    first, second = asked(seen, 1), asked(seen, 2)
+    with llm_of(seen, tables(tmp_path)) as llm:
+        llm.generate(first, GREEDY)
+        done = llm.generate(second, GREEDY)[0]
+        again = llm.generate(first, GREEDY)[0]
+        prepared = llm.core.images.prepare(seen.tokenizer(second.prompt)["input_ids"], second.images, None)
+
+    assert prepared.images.items[0].offset // BLOCK_SIZE * BLOCK_SIZE == done.tokens.device
+    assert done.token_ids == plain_answer(seen, second.prompt, second.images, NUM_NEW)
+    assert again.token_ids == plain_answer(seen, first.prompt, first.images, NUM_NEW)
+    assert done.token_ids != again.token_ids
+
+
+def test_an_image_of_other_sides_but_as_many_tokens_is_another_image(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    plain = picture(1, 96, 48)
+    prompts = [
+        ImagePrompt(f"{seen.in_prompt} what?", [plain]),
+        ImagePrompt(f"{seen.in_prompt} what?", [plain.transpose(4)]),  # on its side
+    ]
+    with llm_of(seen, tables(tmp_path)) as llm:
+        done = llm.generate(prompts, GREEDY)
+
+    assert done[0].tokens.num_tokens == done[1].tokens.num_tokens
+    assert [each.token_ids for each in done] == [
+        plain_answer(seen, each.prompt, each.images, NUM_NEW) for each in prompts
+    ]
+
+
+def test_an_image_asked_about_ten_times_is_encoded_once(seen: VisionModel, tmp_path: Path) -> None:
+    with llm_of(seen, tables(tmp_path)) as llm:
+        for number in range(10):  # each with another text before the image, so that no block is found
+            prompt = ImagePrompt(f"{number}. Look: {seen.in_prompt}.", [picture(5, *SIZE)])
+            llm.generate(prompt, GREEDY)
+        found = llm.statistics().images
+
+    assert (found.num_encoded, found.num_from_host) == (1, 9)
+    assert found.waiting_bytes == 0
+
+
+def test_an_images_rows_are_found_on_disk_by_the_next_engine(seen: VisionModel, tmp_path: Path) -> None:
+    before, after = (ImagePrompt(f"{word} {seen.in_prompt}.", [picture(5, *SIZE)]) for word in ("One", "Two"))
+    with llm_of(seen, tables(tmp_path)) as llm:
+        llm.generate(before, GREEDY)
+
+    with llm_of(seen, tables(tmp_path)) as llm:
+        done = llm.generate(after, GREEDY)[0]
+        found = llm.statistics().images
+
+    assert done.token_ids == plain_answer(seen, after.prompt, after.images, NUM_NEW)
+    assert (found.num_encoded, found.num_from_disk, found.num_from_host) == (0, 1, 1)
+
+
+def test_rows_that_are_damaged_on_disk_are_computed_again(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    config = tables(tmp_path)
+    prompt = ImagePrompt(f"One {seen.in_prompt}.", [picture(5, *SIZE)])
+    with llm_of(seen, config) as llm:
+        llm.generate(prompt, GREEDY)
+    with LmdbStore(tmp_path / "store", 64 << 20) as store:
+        keys = list(store.keys())
+        places = [place for key in keys if (place := store.place(key)) is not None]
+        for file, offset, num_bytes in places:
+            with file.open("r+b") as slab:
+                slab.seek(offset + num_bytes // 2)
+                slab.write(b"damaged")
+
+    with llm_of(seen, config) as llm:
+        done = llm.generate(prompt, GREEDY)[0]
+        found = llm.statistics().images
+
+    assert done.token_ids == plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)
+    assert (found.num_encoded, found.num_from_disk) == (1, 0)
+
+
+def test_tenants_share_neither_blocks_nor_rows(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    with llm_of(seen, tables(tmp_path)) as llm:
+        for salt in ("a", "b", None, "a"):
+            llm.generate(asked(seen, 1), GREEDY, cache_salt=salt)
+        found = llm.statistics().images
+
+    assert found.num_encoded == 3
+
+
+def test_a_reset_forgets_rows_in_host_memory_and_on_disk(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    with llm_of(seen, tables(tmp_path)) as llm:
+        llm.generate(asked(seen, 1), GREEDY)
+        assert llm.reset_prefix_cache()
+        llm.generate(asked(seen, 2), GREEDY)
+    with llm_of(seen, tables(tmp_path)) as llm:
+        llm.generate([asked(seen, 1), asked(seen, 2)], GREEDY)
+        found = llm.statistics().images
+
+    assert (found.num_encoded, found.num_from_disk) == (1, 1)
+
+
+def test_a_token_that_only_looks_like_an_image_keeps_its_own_embedding(seen: VisionModel, tmp_path: Path) -> None:
+    token = seen.tokenizer.convert_ids_to_tokens(seen.model.config.image_token_id)
+    text = f"I wrote {token} myself"
+    prompt = asked(seen, 1)
+
+    with llm_of(seen, tables(tmp_path)) as llm:
+        done = llm.generate([text, prompt], GREEDY)
+
+    assert done[0].token_ids == plain_answer(seen, text, [], NUM_NEW)
+    assert done[1].token_ids == plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_half_precision_take_images(seen: VisionModel, dtype: torch.dtype, tmp_path: Path) -> None:
+    seen.model.to(dtype)
+    with llm_of(seen, tables(tmp_path)) as llm:
+        cold = llm.generate(asked(seen, 1), GREEDY)[0]
+        warm = llm.generate(asked(seen, 1), GREEDY)[0]
+
+    assert warm.token_ids == cold.token_ids
+    assert warm.tokens.device == warm.tokens.num_tokens - 1
+
+
+def test_a_folder_with_an_image_processor_is_served_with_images(seen: VisionModel, tmp_path: Path) -> None:
+    for part in seen.parts():
+        part.save_pretrained(tmp_path / "model")
+    prompt = asked(seen, 1)
+
+    with LLM(tmp_path / "model", tables(tmp_path)) as llm:
+        done = llm.generate([prompt, "a text"], GREEDY)
+
+    assert done[0].token_ids == plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)
+    assert done[1].token_ids == plain_answer(seen, "a text", [], NUM_NEW)
+
+
+def test_an_adapter_of_the_text_layers_works_with_images_and_one_of_the_encoder_does_not(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    text_only = save_adapter(
+        build_vision("smolvlm").model, tmp_path / "text", r=4, lora_alpha=8, target_modules=r".*text_model.*q_proj"
+    )
+    of_all = save_adapter(build_vision("smolvlm").model, tmp_path / "all", r=4, lora_alpha=8, target_modules=["q_proj"])
+    config = tables(tmp_path) | {"lora": {"text": {"path": str(text_only)}, "all": {"path": str(of_all)}}}
+
+    with llm_of(seen, config) as llm:
+        plain = llm.generate(asked(seen, 1), GREEDY)[0]
+        adapted = [llm.generate(asked(seen, 1), GREEDY, lora="text")[0] for _ in range(2)]
+        with pytest.raises(ValueError, match="lora all: the adapter changes the image encoder"):
+            llm.generate(asked(seen, 1), GREEDY, lora="all")
+
+    assert adapted[0].token_ids == adapted[1].token_ids != plain.token_ids
+
+
+def test_metrics_tell_how_often_the_encoder_ran(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    with llm_of(seen, tables(tmp_path)) as llm:
+        for word in ("One", "Two"):
+            llm.generate(ImagePrompt(f"{word} {seen.in_prompt}.", [picture(5, *SIZE)]), GREEDY)
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for metric in EngineCollector(llm.statistics).collect()
+            for sample in metric.samples
+            if "image" in sample.name
+        }
+
+    assert found[("kvtier_images_total", "encoder")] == found[("kvtier_images_total", "host")] == 1
+    assert found[("kvtier_image_encoder_seconds_total",)] > 0
+    assert found[("kvtier_image_cache_bytes",)] > 0
+    assert found[("kvtier_image_waiting_bytes",)] == 0
