@@ -13,11 +13,12 @@ from transformers import AttentionInterface
 
 from kvtier.engine.model.cpu.row_attention import RowAttention, RowPlan
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
-from kvtier.engine.model.latent_attention import LatentPaths, Matrices, attend_latent, rows_of
+from kvtier.engine.model.index_keys import IndexStep
+from kvtier.engine.model.latent_attention import LatentPaths, Matrices, attend_latent
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered, attend_parts
 from kvtier.engine.model.paged_in_place import LaunchPlan, attend_in_place
-from kvtier.engine.model.paged_segment import Segment, segment
+from kvtier.engine.model.paged_segment import Segment, rows_of, segment
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -57,6 +58,16 @@ class GroupStep:
     scratch: Scratch = field(default_factory=Scratch)
     # By the arguments of `paths_of`. The first layer fills it, and the other layers reuse the entries.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
+    index_width: int = 0  # of the index key at the end of a latent row; 0 without one
+
+    def rows_in(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the latent rows of a layer without their index keys, and the index keys.
+
+        Both are views of the slab, [num_slots, block_size, width].
+        """
+        kept = self.slab.parts[0][:, layer, :, 0]
+        latents, keys = torch.split(kept, [kept.shape[2] - self.index_width, self.index_width], dim=2)
+        return latents, keys
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
         """Return the step's segments, grouped by the kernel or function that computes their attention.
@@ -98,6 +109,7 @@ class Step:
     readers: frozenset[int] = frozenset()  # indices of the layers that keep no keys and values
     gates: tuple[LayerGate, ...] = ()  # for prefixes that are still being loaded, layer by layer
     give_up_at: float = 0.0  # monotonic time at which layers stop waiting for the gates
+    index: IndexStep | None = None  # if layers choose the keys that they read
     layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
 
     def receive(self, first: torch.Tensor, second: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,12 +125,21 @@ class Step:
         if group.latent is None:
             return first, second
         self.wait_for(group, layer)
-        kept = group.slab.parts[0][:, layer, :, 0]  # [num_slots, block_size, rank + rope]
+        kept, _ = group.rows_in(layer)  # [num_slots, block_size, rank + rope]
         kept[group.write_slots, group.write_offsets] = torch.cat([first, second], dim=3)[0, 0]
         if not group.latent.reads_earlier:
             return first, second
         rows = torch.cat([rows_of(kept, part) for part, _ in group.latent.expanded])[None, None]
         return rows[..., : first.shape[3]], rows[..., first.shape[3] :]
+
+    def receive_index(self, keys: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Write the index keys of a layer, [1, tokens, width], into its slab; return those that its indexer needs."""
+        if self.index is None or layer_id not in self.layers:
+            raise UnsupportedModel(f"layer {layer_id} has index keys that it did not have when the model was loaded")
+        group_id, layer = self.layers[layer_id]
+        group = self.groups[group_id]
+        self.wait_for(group, layer)
+        return self.index.receive(keys, group.rows_in(layer)[1], group.write_slots, group.write_offsets)
 
     def wait_for(self, group: "GroupStep", layer: int) -> None:
         """Wait until the blocks of prefixes that are still being loaded have arrived, in one layer of the group."""
@@ -139,6 +160,7 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
+    indices: torch.Tensor | None = None,  # [1, num_tokens, num_chosen], positions of the keys that each token reads
     **kwargs: Any,  # ignored (dropout, sliding_window …), except that unknown tensors are refused
 ) -> tuple[torch.Tensor, None]:
     """Write a layer's new keys and values into its slab, and return its attention output.
@@ -152,10 +174,11 @@ def paged_attention(
         UnsupportedModel: If the model passes a mask or an unknown tensor, because kvtier would ignore it.
         ChangedModel: If the model is called outside of an engine's step.
     """
-    if attention_mask is not None:
+    step = current_step.get(None)
+    given_mask = None if step is None or step.index is None else step.index.mask
+    if attention_mask is not None and attention_mask is not given_mask:
         raise UnsupportedModel("it creates an attention mask of its own, which kvtier cannot apply (sparse attention)")
     refuse_unknown_tensors(kwargs)
-    step = current_step.get(None)
     if step is None:
         raise ChangedModel(
             "the model uses kvtier's attention, which works only in an open LLM; close the LLM to use the model "
@@ -169,11 +192,13 @@ def paged_attention(
     scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)
     output = query.new_empty(num_tokens, num_heads, value.shape[3])
     if group.latent is not None:  # its rows were written when its module handed them to `Step.receive`
-        if softcap is not None or s_aux is not None:
-            raise UnsupportedModel("it has latent attention and caps its scores or has attention sinks")
-        kept = group.slab.parts[0][:, layer, :, 0]
-        attend_latent(query, key, value, kept, group.latent, group.matrices.get(layer_id), scoring, output)
+        if softcap is not None:
+            raise UnsupportedModel("it has latent attention and caps its scores")
+        kept, chosen = group.rows_in(layer)[0], None if indices is None else indices[0]
+        attend_latent(query, key, value, kept, group.latent, group.matrices.get(layer_id), scoring, output, chosen)
         return output.unsqueeze(0), None
+    if indices is not None:
+        raise UnsupportedModel(f"layer {layer_id} chooses the keys that it reads, and keeps no latent rows")
     step.wait_for(group, layer)
     kept_of = [part[:, layer] for part in group.slab.parts]  # [num_slots, block_size, num_kv_heads, width]
     if layer_id not in step.readers:

@@ -64,7 +64,7 @@ def check_miniature(paged: PagedModel) -> None:
     key = (type(model), config_digest(model.config))
     if key in _checked:
         return
-    kinds = {(type(layer.group), layer.source is None) for layer in paged.layers}
+    kinds = _kinds(paged)
     refusal: UnsupportedModel | None = None
     try:
         for small in miniatures(model, [layer.kind for layer in paged.layers]):
@@ -73,7 +73,7 @@ def check_miniature(paged: PagedModel) -> None:
             except UnsupportedModel as error:  # too much was cut; try the next miniature, which is larger
                 refusal = error
                 continue
-            if {(type(layer.group), layer.source is None) for layer in paged_small.layers} == kinds:
+            if _kinds(paged_small) == kinds:
                 _check_small(model, paged_small)
                 _checked.add(key)
                 return
@@ -83,6 +83,11 @@ def check_miniature(paged: PagedModel) -> None:
         raise UnsupportedModel(
             f"{type(model).__name__}: cannot build a small copy to compare its attention on long prompts ({error})"
         ) from error
+
+
+def _kinds(paged: PagedModel) -> set[tuple[type, bool, bool]]:
+    """Return what a miniature must have like the model: kinds of attention, layers without KV, and with index keys."""
+    return {(type(layer.group), layer.source is None, layer.index > 0) for layer in paged.layers}
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:

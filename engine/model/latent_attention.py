@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.paged_gather import Scoring, attend_segment
-from kvtier.engine.model.paged_segment import Segment
+from kvtier.engine.model.paged_gather import Scoring, attend_segment, softmax
+from kvtier.engine.model.paged_segment import Segment, rows_of
 
 ABSORBED_QUERIES = 16  # tokens of a request in a step, up to which they are absorbed
 # Keys of earlier tokens that a step expands at most, because an expanded key takes 82 KB in DeepSeek V3. The other
@@ -96,31 +96,66 @@ def _matrices(module: Any, rank: int, rope: int, model: PreTrainedModel) -> Matr
     return matrices
 
 
-def rows_of(kept: torch.Tensor, part: Segment) -> torch.Tensor:
-    """Return the rows of a segment's keys, [num_keys, width], from *kept*, [num_slots, block_size, width]."""
-    return kept[part.slots].flatten(0, 1)[: part.num_keys]
-
-
 def attend_absorbed(
     queries: torch.Tensor,  # [num_heads, num_queries, width of keys]
     rows: torch.Tensor,  # [num_keys, rank + rope]
     matrices: Matrices,
     part: Segment,
-    scale: float,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of a segment, [num_heads, num_queries, width of values]."""
-    rank, width = matrices.keys.shape[1:]
-    latent = torch.cat([queries[..., :width] @ matrices.keys.transpose(1, 2), queries[..., width:]], dim=-1)
+    rank, latent = matrices.keys.shape[1], _absorbed(queries, matrices)
     at_once = max(1, MAX_SCORES // (len(queries) * len(rows)))
     attended = []
     for start in range(0, part.num_queries, at_once):
         some = latent[:, start : start + at_once]
-        scores = (some.flatten(0, 1) @ rows.T).view(*some.shape[:2], -1) * scale
+        scores = (some.flatten(0, 1) @ rows.T).view(*some.shape[:2], -1) * scoring.scale
         if part.mask is not None:
             scores = scores.masked_fill(~part.mask[start : start + at_once], float("-inf"))
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(rows.dtype)
+        sinks = None if scoring.sinks is None else scoring.sinks[:, None, None]
+        weights = softmax(scores, sinks).to(rows.dtype)
         attended.append((weights.flatten(0, 1) @ rows[:, :rank]).view(*some.shape[:2], -1) @ matrices.values)
     return torch.cat(attended, dim=1)
+
+
+def attend_chosen(
+    queries: torch.Tensor,  # [num_heads, num_queries, width of keys]
+    kept: torch.Tensor,  # [num_slots, block_size, rank + rope]
+    chosen: torch.Tensor,  # [num_queries, num_chosen], positions of keys; those after a query's own are not read
+    matrices: Matrices,
+    part: Segment,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Do as `attend_absorbed` for queries that each read only the keys that were chosen for it."""
+    rank, latent = matrices.keys.shape[1], _absorbed(queries, matrices).transpose(0, 1)
+    positions = torch.arange(part.start, part.end, device=part.device)
+    is_later = chosen > positions[:, None]
+    keys = torch.where(is_later, positions[:, None], chosen).long()  # a later key may not be computed yet
+    sinks = None if scoring.sinks is None else scoring.sinks[None, :, None]
+    at_once = max(1, MAX_SCORES // (chosen.shape[1] * max(kept.shape[2], len(queries))))
+    attended = []
+    for start in range(0, part.num_queries, at_once):
+        some = slice(start, start + at_once)
+        rows = kept[part.slots[keys[some] // kept.shape[1]], keys[some] % kept.shape[1]]  # [queries, chosen, width]
+        scores = latent[some] @ rows.transpose(1, 2) * scoring.scale
+        scores = scores.masked_fill(is_later[some, None], float("-inf"))
+        weights = softmax(scores, sinks).to(rows.dtype)
+        attended.append((weights @ rows[..., :rank]).transpose(0, 1) @ matrices.values)
+    return torch.cat(attended, dim=1)
+
+
+def _absorbed(queries: torch.Tensor, matrices: Matrices) -> torch.Tensor:
+    """Return queries by which latent rows are multiplied, [num_heads, num_queries, rank + rope]."""
+    width = matrices.keys.shape[2]
+    return torch.cat([queries[..., :width] @ matrices.keys.transpose(1, 2), queries[..., width:]], dim=-1)
+
+
+def chosen_mask(chosen: torch.Tensor, part: Segment) -> torch.Tensor:
+    """Return a segment's mask [num_queries, num_keys], True where a query reads a key, from the keys' positions."""
+    positions = torch.arange(part.start, part.end, device=part.device)[:, None]
+    columns = torch.where(chosen <= positions, chosen, part.num_keys).long()  # later keys go to one more column
+    mask = torch.zeros(part.num_queries, part.num_keys + 1, dtype=torch.bool, device=part.device)
+    return mask.scatter_(1, columns, True)[:, : part.num_keys].contiguous()
 
 
 def attend_latent(
@@ -132,12 +167,27 @@ def attend_latent(
     matrices: Matrices | None,
     scoring: Scoring,
     output: torch.Tensor,  # [num_tokens, num_heads, width of values]
+    chosen: torch.Tensor | None = None,
 ) -> None:
-    """Write the attention of all segments to *output*."""
+    """Write the attention of all segments to *output*.
+
+    *chosen* has the positions of the keys that each token reads, [num_tokens, num_chosen]. A request with no more keys
+    than that reads all of them. None if all requests read all of their keys.
+    """
     for part, rows in paths.expanded:
-        attended = attend_segment(query[:, :, part.rows], keys[:, :, rows], values[:, :, rows], part, scoring)
+        of_part = _chosen_of(chosen, part)
+        mask = None if of_part is None else chosen_mask(of_part, part)
+        attended = attend_segment(query[:, :, part.rows], keys[:, :, rows], values[:, :, rows], part, scoring, mask)
         output[part.rows] = attended[0].transpose(0, 1)
     for part in paths.absorbed:
         assert matrices is not None, "absorbed without matrices"
-        attended = attend_absorbed(query[0, :, part.rows], rows_of(kept, part), matrices, part, scoring.scale)
+        queries, of_part = query[0, :, part.rows], _chosen_of(chosen, part)
+        if of_part is None:
+            attended = attend_absorbed(queries, rows_of(kept, part), matrices, part, scoring)
+        else:
+            attended = attend_chosen(queries, kept, of_part, matrices, part, scoring)
         output[part.rows] = attended.transpose(0, 1)
+
+
+def _chosen_of(chosen: torch.Tensor | None, part: Segment) -> torch.Tensor | None:
+    return None if chosen is None or part.num_keys <= chosen.shape[1] else chosen[part.rows]

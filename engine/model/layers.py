@@ -11,6 +11,7 @@ from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.errors import UnsupportedModel, oom_as_memory_error
+from kvtier.engine.model.index_keys import INDEXED, chooses_keys
 from kvtier.engine.model.long_rope import fixed_long_rope
 from kvtier.engine.model.paged_segment import reads
 from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
@@ -38,6 +39,7 @@ class Layer:
     parts: tuple[tuple[int, int], ...]  # (heads, width) of keys and of values, or of one latent row
     source: int | None = None  # earlier layer whose keys and values this one reads; None if it keeps its own
     rank: int = 0  # number of latents at the beginning of a latent row, before the rotated key; 0 for keys and values
+    index: int = 0  # width of the index key at the end of a latent row; 0 if the layer has no indexer
 
     @property
     def kind(self) -> tuple[AttentionGroup, tuple[tuple[int, int], ...], bool]:
@@ -46,8 +48,8 @@ class Layer:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """The widths of a latent row's two parts: of the latents, and of the rotated key."""
-        return self.rank, self.parts[0][1] - self.rank
+        """The widths of the latents and of the rotated key in a latent row."""
+        return self.rank, self.parts[0][1] - self.rank - self.index
 
 
 def numbers_of(parts: Sequence[tuple[int, int]]) -> int:
@@ -113,6 +115,9 @@ class _Observation:
         ] = {}  # by the tensor's id; holding the tensor keeps its id unique
         self._keys: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # keys and values of each layer that keeps them
         self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, what it handed to its cache
+        self._index_keys: dict[int, torch.Tensor] = {}  # by layer with an indexer, the index keys that it handed
+        # Given to models that choose their keys, if transformers' own mask cannot be made.
+        self.plan_mask = torch.ones((1, 1, 2, 2), dtype=torch.bool, device=model.device)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Create transformers' mask and record its rule. This is the mask function registered with transformers."""
@@ -127,6 +132,7 @@ class _Observation:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Record the layer's attention. Return zeros, so that the model goes on to its next layer.
@@ -152,13 +158,17 @@ class _Observation:
         if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
             raise UnsupportedModel(f"layer {layer_id} attends to later tokens or to another sequence")
         refuse_unknown_tensors(kwargs)
-        group = self._group(layer_id, kwargs.get("sliding_window"))
-        if attention_mask is not None:
+        group = self._group(layer_id, kwargs.get("sliding_window"), indices is not None)
+        if attention_mask is not None and attention_mask is not self.plan_mask:
             self._check_mask(layer_id, group, attention_mask)
+        if indices is not None and not isinstance(group, FullAttention):
+            raise UnsupportedModel(f"layer {layer_id} chooses the keys that it reads within a window or chunk")
         handed = self._handed.get(layer_id)
         if handed is not None and hasattr(module, "expand_kv") and handed[0] is not key:
-            rank, rope = handed[0].shape[3], handed[1].shape[3]
-            self.layers[layer_id] = Layer(group, ((1, rank + rope),), rank=rank)
+            rank, rope, index = handed[0].shape[3], handed[1].shape[3], self._index_width(layer_id)
+            self.layers[layer_id] = Layer(group, ((1, rank + rope + index),), rank=rank, index=index)
+        elif indices is not None or layer_id in self._index_keys:
+            raise UnsupportedModel(f"layer {layer_id} chooses the keys that it reads, and keeps no latent rows")
         else:
             parts = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
             self.layers[layer_id] = Layer(group, parts, self._source(group, key, value))
@@ -170,6 +180,22 @@ class _Observation:
         """Record what a layer hands to its cache, keys and values or the two parts of a latent row; return it."""
         self._handed[layer_id] = (first, second)
         return first, second
+
+    def receive_index(self, keys: torch.Tensor, layer_id: int) -> torch.Tensor:
+        """Record the index keys that a layer hands to its cache, [1, tokens, width]; return them."""
+        self._index_keys[layer_id] = keys
+        return keys
+
+    def _index_width(self, layer_id: int) -> int:
+        keys = self._index_keys.get(layer_id)
+        if keys is None:
+            return 0
+        if keys.dim() != 3 or keys.dtype != self._model.dtype:
+            raise UnsupportedModel(
+                f"the index keys of layer {layer_id} have {keys.dim()} dimensions and dtype {keys.dtype}; kvtier needs "
+                f"3 dimensions and the dtype of the weights, {self._model.dtype}"
+            )
+        return int(keys.shape[2])
 
     def _source(self, group: AttentionGroup, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """Return the index of an earlier layer of the same *group* that was passed the same tensors; None without one.
@@ -222,8 +248,10 @@ class _Observation:
                 f"token at {key}"
             )
 
-    def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
+    def _group(self, layer_id: int, window: int | None, has_indices: bool) -> AttentionGroup:
         """Return a layer's kind of attention, as the model's configuration names it.
+
+        *has_indices* says whether the layer passes the indices of the keys that it reads.
 
         Raises:
             UnsupportedModel: If the kind is not supported or contradicts the *window* that the layer passes.
@@ -232,7 +260,7 @@ class _Observation:
         layer_types = getattr(config, "layer_types", None)
         kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
         match kind:
-            case "full_attention" if window is None:
+            case _ if kind in ("full_attention", INDEXED) and window is None and (has_indices or kind != INDEXED):
                 return FullAttention(block_size)
             case "sliding_attention" if window is not None or getattr(config, "sliding_window", None):
                 return SlidingWindow(block_size, int(window or config.sliding_window))
@@ -264,12 +292,14 @@ def _run(model: PreTrainedModel, observation: _Observation, own_attention: str) 
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
         with oom_as_memory_error("looking at the model's attention"), torch.inference_mode():
             positions = torch.arange(2, device=model.device)
+            needs_mask = model.device.type == "meta" and chooses_keys(model)
             model(
                 input_ids=positions[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=positions,
-                **{CACHE_ARGUMENT: StepCache(positions, observation.receive)},
+                **{CACHE_ARGUMENT: StepCache(positions, observation.receive, observation.receive_index)},
+                **({"attention_mask": observation.plan_mask} if needs_mask else {}),
             )
     except UnsupportedModel:
         raise

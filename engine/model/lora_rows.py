@@ -1,6 +1,6 @@
 """LoraRows: hooks that apply LoRA adapters in a forward pass, in which each request may use another adapter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -115,6 +115,16 @@ class LoraRows:
                 f"lora: the layer {min(of_expansion)} expands latent rows of the cache, so its deltas would reach "
                 "wrong tokens; use adapters without this layer"
             )
+
+    def check_outside(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Raise `UnusableLora` if a layer with adapters is inside one of *modules*, which get only parts of a batch."""
+        inside = {id(layer) for module in modules for layer in module.modules()}
+        for name, layer in self._layers.items():
+            if id(layer) in inside:
+                raise UnusableLora(
+                    f"lora: the layer {name} chooses the keys that are read and gets only parts of a batch, so its "
+                    "deltas would reach wrong tokens; use adapters without this layer"
+                )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         """Apply the adapters to the output of the layer called *name*, in place. This is the layer's hook."""

@@ -78,10 +78,14 @@ def attend_segment(
     values: torch.Tensor,  # [1, num_kv_heads, num_keys, width of values]
     part: Segment,
     scoring: Scoring,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of one segment, [1, num_heads, num_queries, width of values]."""
+    """Return the attention of one segment, [1, num_heads, num_queries, width of values].
+
+    *mask*, [num_queries, num_keys], is True where a query reads a key. None for the segment's own mask.
+    """
     if scoring.softcap is not None or scoring.sinks is not None:
-        return _capped_attention(queries, keys, values, part, scoring)
+        return _capped_attention(queries, keys, values, part, scoring, mask)
     width = values.shape[3]
     if width < keys.shape[3]:  # flash attention needs equal widths; other code keeps all scores in memory
         values = F.pad(values, (0, keys.shape[3] - width))
@@ -89,8 +93,8 @@ def attend_segment(
         queries,
         keys,
         values,
-        attn_mask=_sdpa_mask(part, keys.dtype),
-        is_causal=part.is_causal,
+        attn_mask=_sdpa_mask(part, keys.dtype) if mask is None else mask,
+        is_causal=mask is None and part.is_causal,
         scale=scoring.scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
@@ -121,8 +125,24 @@ def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
     return part.added_mask(dtype) if part.device.type == "cpu" else part.mask
 
 
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the softmax of scores [..., num_keys] in float32, with one more score for each row if there are *sinks*.
+
+    *sinks* has as many dimensions as *scores*. Sinks have no value, so their column is left out of the result.
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+
+
 def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Segment, scoring: Scoring
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: Segment,
+    scoring: Scoring,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention with capped scores (Gemma 2) or sinks (gpt-oss), which SDPA does not support."""
     repeat = queries.shape[1] // keys.shape[1]
@@ -130,14 +150,11 @@ def _capped_attention(
     scores = scores * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    mask = part.mask
-    if part.is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        mask = part.mask
+        if part.is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if scoring.sinks is not None:
-        column = scoring.sinks.reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores.dtype)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1).float(), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores.float(), dim=-1)
+    weights = softmax(scores, None if scoring.sinks is None else scoring.sinks.reshape(1, -1, 1, 1))
     return weights.to(values.dtype) @ values.repeat_interleave(repeat, dim=1)

@@ -25,6 +25,7 @@ class PagedLayout:
     readers: frozenset[int]  # ids of the layers that read an earlier layer's keys and values and keep none of their own
     block_size: int
     dtype: torch.dtype
+    index_widths: tuple[int, ...] = ()  # of each group: width of the index key at the end of a row; 0 without one
 
     def is_latent(self, group_id: int) -> bool:
         """Return whether the layers of the group keep latent rows in place of keys and values."""
@@ -79,4 +80,12 @@ def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtyp
     places = {layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)}
     sources = {layer_id: layer.source for layer_id, layer in layers.items() if layer.source is not None}
     places |= {layer_id: places[source] for layer_id, source in sources.items()}
-    return PagedLayout(tuple(kind.group for kind in kinds), geometry, places, frozenset(sources), block_size, dtype)
+    return PagedLayout(
+        tuple(kind.group for kind in kinds),
+        geometry,
+        places,
+        frozenset(sources),
+        block_size,
+        dtype,
+        tuple(kind.index for kind in kinds),
+    )

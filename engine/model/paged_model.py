@@ -12,6 +12,7 @@ from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step
 from kvtier.engine.model.cpu.row_attention import RowAttention
 from kvtier.engine.model.errors import ChangedModel
 from kvtier.engine.model.image_rows import ImageRows, image_arguments, rope_positions
+from kvtier.engine.model.index_keys import Indexers, IndexStep
 from kvtier.engine.model.latent_attention import latent_paths, matrices_of
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
@@ -64,6 +65,7 @@ class PagedModel:
                 layers = observe_layers(model, block_size)
                 self._ranks = {layer_id: layer.ranks for layer_id, layer in layers.items() if layer.rank}
                 self._matrices = matrices_of(model, self._ranks)
+                self._indexers = Indexers(model, [layer_id for layer_id, layer in layers.items() if layer.index])
                 self.claim.begin()
             self._layout = paged_layout(layers, block_size, model.dtype)
         except BaseException:
@@ -110,15 +112,16 @@ class PagedModel:
         lengths, images = [len(chunk.token_ids) for chunk in chunks], [chunk.images for chunk in chunks]
         has_images = any(each is not None for each in images)
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
-        with self.claim.alone(), self._step(chunks, ends) as step:
+        with self.claim.alone(), self._step(chunks, ends) as step, self._indexers.on(step.index):
             self.claim.check()
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None],
                 position_ids=rope_positions(positions, lengths, images),
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
-                **{CACHE_ARGUMENT: StepCache(positions, step.receive)},
                 **(image_arguments(self.model, input_ids, lengths, images) if has_images else {}),
+                **{CACHE_ARGUMENT: StepCache(positions, step.receive, step.receive_index)},
+                **({} if step.index is None else {"attention_mask": step.index.mask}),
             ).logits
             if len(step.layers_seen) != len(self.layers):
                 raise ChangedModel(
@@ -132,7 +135,10 @@ class PagedModel:
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[Step]:
         groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
         gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
-        step = Step(groups, self._layout.places, self._layout.readers, gates, time.monotonic() + ARRIVAL_WAIT_S)
+        indexed = next((group for group in groups if group.index_width), None)
+        index = None if indexed is None else IndexStep(indexed.segments)
+        give_up_at = time.monotonic() + ARRIVAL_WAIT_S
+        step = Step(groups, self._layout.places, self._layout.readers, gates, give_up_at, index)
         token = current_step.set(step)
         try:
             yield step
@@ -159,4 +165,5 @@ class PagedModel:
             latent_paths(segments, self._matrices is not None) if self._layout.is_latent(group_id) else None,
             self._matrices or {},
             self._scratch,
+            index_width=self._layout.index_widths[group_id],
         )

@@ -117,6 +117,11 @@ def segment(
     return Segment(group, rows, start, first_block * group.block_size, needed, device)
 
 
+def rows_of(kept: torch.Tensor, part: Segment) -> torch.Tensor:
+    """Return the rows of a segment's keys, [num_keys, width], from *kept*, [num_slots, block_size, width]."""
+    return kept[part.slots].flatten(0, 1)[: part.num_keys]
+
+
 def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return a bool tensor that is True where a query reads a key.
 

@@ -207,6 +207,7 @@ class ModelRunner(PagedModel):
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:
         """Raise `UnusableLora` unless the layers with adapters receive one row per token, in the tokens' order."""
+        lora_rows.check_outside(self._indexers.modules)
         with lora_rows.inputs() as of_expansion:
             matrices_of(self.model, self._ranks)
         lora_rows.check_unused(of_expansion)

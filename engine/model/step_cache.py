@@ -15,22 +15,26 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forwar
 
 # (keys or latents, values or rotated keys, index of the layer) -> what the layer goes on with
 Receive = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+# (index keys, index of the layer) -> the index keys that the layer's indexer chooses from
+ReceiveIndex = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class StepCache(Cache):
     """The cache that a model is given for one pass over chunks of several requests.
 
     The cache stores nothing. It gives *receive* the keys and values of each layer, or the two parts of its latent rows,
-    and returns the result. `get_seq_length` lets a layer compute each token's position in its own prompt.
+    and returns the result; it gives *receive_index* the index keys of a layer that chooses its keys. `get_seq_length`
+    lets a layer compute each token's position in its own prompt.
 
-    Methods for states other than keys and values, and for sparse attention, raise `UnsupportedModel`.
+    Methods for states other than these raise `UnsupportedModel`.
     """
 
-    def __init__(self, positions: torch.Tensor, receive: Receive) -> None:
+    def __init__(self, positions: torch.Tensor, receive: Receive, receive_index: ReceiveIndex) -> None:
         """Create a cache for one batch. *positions*, [num_tokens] int64, has each token's position in its prompt."""
         super().__init__(layers=[])
         self._positions = positions
         self._receive = receive
+        self._receive_index = receive_index
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -71,9 +75,9 @@ class StepCache(Cache):
         """Raise `UnsupportedModel`."""
         _refuse_state(layer_idx)
 
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> NoReturn:
-        """Raise `UnsupportedModel`."""
-        raise UnsupportedModel(f"layer {layer_idx} chooses the keys that it reads (sparse attention)")
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Return the index keys to choose from, given those of the tokens that the layer's indexer is called for."""
+        return self._receive_index(indexer_key_states, layer_idx)
 
 
 def _refuse_state(layer_idx: int | None) -> NoReturn:

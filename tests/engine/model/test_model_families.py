@@ -36,6 +36,8 @@ LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,  # of the rotated part
 }
+# With few index heads, index scores are often equal, and the choice between equal keys is arbitrary.
+CHOSEN = {**LATENT, "index_topk": 24, "index_n_heads": 32, "index_head_dim": 16}
 # As published, with the last layers reading the keys and values of earlier ones.
 SHARED_KV = {
     **COMMON,
@@ -72,6 +74,7 @@ LONG_PHI3 = {
 }
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": VOCAB, "initializer_range": 0.1}
 EQUAL: dict[str, dict[str, Any]] = {
+    "AXK2": CHOSEN,
     "Apertus": {},
     "Arcee": {},
     "BioGpt": {},
@@ -81,6 +84,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "Cohere2": HALF,
     "DeepseekV2": LATENT,
     "DeepseekV3": LATENT,
+    "DeepseekV32": CHOSEN,
+    "Dots3Note": {**CHOSEN, **WINDOW, "num_hidden_layers": 4, "swa_kv_lora_rank": 16},
     "Ernie4_5": {},
     "Exaone4": HALF,
     "FlexOlmo": EXPERTS,
@@ -95,8 +100,10 @@ EQUAL: dict[str, dict[str, Any]] = {
     "Glm": {},
     "Glm4MoeLite": LATENT,
     "Glm4": {},
+    "GlmMoeDsa": {**CHOSEN, "index_topk_freq": 2, "num_hidden_layers": 4},
     "Granite": {},
     "GraniteMoe": EXPERTS,
+    "HYV4": {**CHOSEN, "num_hidden_layers": 4},
     "Helium": {},
     "Llama4": TUNED,
     "MiMoV2Flash": {"head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16, **WINDOW},
@@ -126,7 +133,6 @@ EQUAL: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_layer": 2, "n_head": 4}, "0 of its 2 layers call the attention function"),
-    "DeepseekV32": ({**LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}, "sparse attention"),
     "Doge": ({"keep_window_size": 2048}, "attention mask of its own"),
     "FalconH1": ({}, "layer 0 keeps a state other than keys and values"),
     "Mamba": ({}, "layer 0 keeps a state other than keys and values"),
@@ -134,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-TEXT_ONLY = {"Gemma3n", "Gemma4", "Llama4"}  # families whose text model has a configuration of its own
+TEXT_ONLY = {"Dots3Note", "Gemma3n", "Gemma4", "Llama4"}  # families whose text model has a configuration of its own
 
 
 def build(family: str, more: dict[str, Any]) -> PreTrainedModel:
