@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from equal_answers import GREEDY, NUM_NEW, configuration, prompt_of, push_down
 from lora_adapters import save_adapter
-from small_models import COMMON, VOCAB, build
+from small_models import COMMON, VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import (
     AutoModelForCausalLM,
     AXK2Config,
@@ -24,6 +25,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
+from kvtier import LLM
 from kvtier.engine.model import index_keys, latent_attention
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.attention import Step
@@ -35,6 +37,7 @@ from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 16
 TOP_K = 24
@@ -58,11 +61,12 @@ SHAPE = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
+SHARED = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
 FAMILIES = {
     "AXK2": lambda: AXK2ForCausalLM(AXK2Config(**SHAPE)),
     "DeepSeek V3.2": lambda: build("deepseek_v32", spread=0.1),
     # every second layer reads the keys that the layer before it chose, and has no index keys
-    "GLM-DSA": lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**SHAPE, index_topk_freq=2, index_skip_topk_offset=1)),
+    "GLM-DSA": lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**SHAPE, **SHARED)),
     "HY-V4": lambda: HYV4ForCausalLM(HYV4Config(**SHAPE)),  # has attention sinks
 }
 
@@ -121,6 +125,31 @@ def test_every_way_through_a_step_gives_the_logits_of_plain_transformers(
     monkeypatch.setattr(latent_attention, "MAX_SCORES", max_scores)
 
     assert worst_of_three(build_family(family)) <= 2e-5
+
+
+def test_tokens_are_the_same_cold_and_from_every_tier_if_some_rows_have_no_index_key(tmp_path: Path) -> None:
+    """Slots that hold nothing are NaN, so that a row of another pool, or one not yet loaded, gives other tokens."""
+    torch.manual_seed(7)
+    model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**SHAPE, **SHARED, "initializer_range": 0.2})).eval()
+    prompt = prompt_of(1)
+    expected = plain_greedy(model, prompt, NUM_NEW)
+    config = configuration(tmp_path, prompts_on_device=1.5, prompts_in_host=3.0, bytes_per_token=4 * (2 * 64 + 2 * 32))
+    config["device"]["poison"] = True
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        cold = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.DEVICE)
+        from_host = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.HOST)
+        from_disk = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+    with LLM(model, config, byte_tokenizer()) as llm:
+        restarted = llm.generate(prompt, GREEDY)[0]
+
+    assert [done.token_ids for done in (cold, from_host, from_disk, restarted)] == [expected] * 4
+    assert from_host.tokens.host > 0
+    assert from_disk.tokens.disk > 0
+    assert restarted.tokens.disk > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
