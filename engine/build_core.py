@@ -35,7 +35,7 @@ from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.trail import Trails
 from kvtier.engine.stores.disk_division import division_text
-from kvtier.engine.stores.disk_store import disk_tier, open_store, with_rounding_of
+from kvtier.engine.stores.disk_store import disk_tier, open_store, refuse_lossy, with_rounding_of
 from kvtier.engine.stores.remote_store import OpenRemote, open_remote
 from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
@@ -92,18 +92,15 @@ def build_core(
 
     Raises:
         UnsupportedModel: If the model's attention cannot use paged KV.
-        ValueError: If a configured size or a default sampling parameter of the model is unusable, or if the sidecar
-            refuses the engine.
+        ValueError: If a configured size, codec or default sampling parameter of the model is unusable, or if the
+            sidecar refuses the engine.
         UnusableLora: If an adapter belongs to another model.
         MissingExtra: If KV events are configured and pyzmq is not installed.
         OSError: If an endpoint for KV events cannot be used.
     """
     sampling_defaults = NO_DEFAULTS if config.model.generation_config == "none" else SamplingDefaults.of(model)
     with ExitStack() as undo:
-        progress("checking the model's attention layers")
-        adapters = load_adapters(model, config.lora, progress)
-        runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
-        undo.callback(runner.close)
+        runner = _runner(model, config, undo, progress)
         events = None if config.events is None else EventLog()
         publisher = None if config.events is None else ZmqPublisher(config.events, runner.groups)
         if publisher is not None:
@@ -190,6 +187,18 @@ def build_core(
         )
         undo.pop_all()
     return core
+
+
+def _runner(model: PreTrainedModel, config: Config, undo: ExitStack, progress: Callable[[str], None]) -> ModelRunner:
+    """Load the adapters, check the model and allocate the device's memory. Raises the errors of `build_core`."""
+    progress("checking the model's attention layers")
+    adapters = load_adapters(model, config.lora, progress)
+    runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
+    undo.callback(runner.close)
+    if runner.layout.states.tensors:
+        refuse_lossy(config.disk, "disk")
+        refuse_lossy(config.remote, "remote")
+    return runner
 
 
 def _host_bytes(config: Config) -> int:
@@ -347,15 +356,19 @@ def _cache(
     planner: LoadPlanner,
     spills: SpillLog | None,
 ) -> TieredCache:
+    has_states = runner.layout.state_interval is not None
+    retention_tokens = config.device.retention_tokens
+    if retention_tokens is None:
+        retention_tokens = runner.layout.state_interval
     return (PoisonedCache if config.device.poison else TieredCache)(
         runner.groups,
         memories,
         transfers,
         lower,
         options=CacheOptions(
-            retention_tokens=config.device.retention_tokens,
+            retention_tokens=retention_tokens,
             partial_blocks=config.device.partial_blocks,
-            by_layers=config.scheduler.by_layers,
+            by_layers=config.scheduler.by_layers and not has_states,  # a state is needed as a whole
             # A copy that starts after one step is known to be complete only after the next step. Until then both steps
             # take the slots of clean blocks, which are blocks with a copy in a lower tier.
             min_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),

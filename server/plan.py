@@ -14,12 +14,12 @@ from kvtier.engine.llm import torch_device
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.gpu_share import GpuShare
-from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
+from kvtier.engine.model.paged_layout import MIN_DEVICE_SLOTS, PagedLayout, layout_of
 from kvtier.engine.observability.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.slot_demand import longest_request
 from kvtier.engine.stores.disk_division import division_text
-from kvtier.engine.stores.disk_store import MIN_BLOCKS
+from kvtier.engine.stores.disk_store import MIN_BLOCKS, refuse_lossy
 from kvtier.engine.text.template_traits import TemplateTraits
 from kvtier.extras import MissingExtra
 from kvtier.server.documents.documents import documents_path, persistence_advice
@@ -27,15 +27,18 @@ from kvtier.server.settings_without_effect import settings_without_effect
 from kvtier.store.lmdb.data_file import capacity_within, max_bytes
 from kvtier.web.api_keys import ApiKeys
 
+MIN_SLOTS = {"device": MIN_DEVICE_SLOTS, "host": 1, "disk": MIN_BLOCKS}  # of each attention group
+
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The capacity of one tier in bytes, blocks and tokens."""
+    """The capacity of one tier in bytes, blocks, tokens and recurrent states."""
 
     name: str  # device, host or disk
     capacity_bytes: int
     num_blocks: int
     num_tokens: int
+    num_states: int = 0  # recurrent states, for a model that has them
     origin: str = ""  # where the tier is, or how its size was derived if the size is not configured
 
 
@@ -49,6 +52,8 @@ class ServerPlan:
     model_tokens: int | None  # maximum sequence length of the model; None: no limit
     block_size: int
     block_bytes: int
+    state_bytes: int  # of the recurrent states after one token; 0 for a model without them
+    state_interval: int | None  # tokens between the states that are kept of a prompt
     tiers: list[TierSize]
     longest_request: int
     remote: str | None  # the address of a remote tier, without a password
@@ -64,10 +69,15 @@ class ServerPlan:
         yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
         per_token = self.block_bytes / self.block_size
         yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
+        if self.state_bytes:
+            kept = _kept_states(self.state_interval)
+            yield f"states     {self.state_bytes:,} bytes each; of a prompt, {kept} are kept"
         for tier in self.tiers:
             size = size_text(tier.capacity_bytes)
+            states = f" {tier.num_states:>8,} states" if self.state_bytes else ""
             origin = f", {tier.origin}" if tier.origin else ""
-            yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens{origin}"
+            blocks = f"{tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens"
+            yield f"{tier.name:<11}{size:>10}  {blocks}{states}{origin}"
         if self.remote is not None:
             yield f"remote     {self.remote}, shared with other machines"
         if self.sidecar is not None:
@@ -96,12 +106,11 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
     dtype = _dtype(described, config.model.dtype)
     block_size = config.device.block_size
     skeleton = _without_weights(described)
-    layers = layers_of(skeleton, block_size, dtype.itemsize)
-    groups = tuple(dict.fromkeys(group for group, _ in layers))
-    block_bytes = sum(num_bytes for _, num_bytes in layers)
-    tiers = list(_tier_sizes(config, _share(config, skeleton, dtype), block_bytes))
+    layout = layout_of(skeleton, block_size, dtype)
+    groups, block_bytes = layout.groups, layout.token_block_bytes
+    tiers = list(_tier_sizes(config, _share(config, skeleton, dtype), layout))
     model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
-    slots = [tiers[0].num_blocks] * len(groups)
+    slots = layout.num_slots(tiers[0].capacity_bytes)
     longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
     return ServerPlan(
         model,
@@ -110,6 +119,8 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
         model_tokens,
         block_size,
         block_bytes,
+        layout.states.slot_bytes,
+        layout.state_interval if config.device.retention_tokens is None else config.device.retention_tokens,
         tiers,
         longest,
         None if config.remote is None else config.remote.where,
@@ -118,7 +129,8 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
         settings_without_effect(config, groups, keys),
         [
-            *_refusals(config, tiers, block_bytes),
+            *_refusals(tiers, layout),
+            *_refused_codecs(config, layout),
             *_refused_folders(config),
             *_refused_log(config),
             *_refused_adapters(config, skeleton),
@@ -152,7 +164,13 @@ def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> Gpu
     return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
 
 
-def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Iterator[TierSize]:
+def _kept_states(interval: int | None) -> str:
+    if interval is None or interval == 0:
+        return "those where it ends and where it parts from others"
+    return f"one every {interval:,} tokens, and those where it ends and where it parts from others,"
+
+
+def _tier_sizes(config: Config, share: GpuShare | None, layout: PagedLayout) -> Iterator[TierSize]:
     device = (int(config.device.capacity), "") if share is None else (share.pool_bytes, str(share))
     sizes = {"device": device}
     if config.host is not None:
@@ -161,20 +179,31 @@ def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Ite
         asked = f"of {size_text(config.disk.capacity)}: {division_text(config.disk.capacity)}"
         sizes["disk"] = (capacity_within(config.disk.capacity), f"in {config.disk.path}, {asked}")
     for tier, (capacity_bytes, origin) in sizes.items():
-        num_blocks = capacity_bytes // block_bytes
-        yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * config.device.block_size, origin)
+        slots = layout.num_slots(capacity_bytes, minimum=MIN_SLOTS[tier])
+        num_blocks = slots[0] if layout.num_attention_groups else 0
+        num_states = slots[-1] if layout.states.tensors else 0
+        num_tokens = num_blocks * config.device.block_size
+        yield TierSize(tier, capacity_bytes, num_blocks, num_tokens, num_states, origin)
 
 
-def _refusals(config: Config, tiers: list[TierSize], block_bytes: int) -> Iterator[str]:
-    minimum = {"device": 2, "host": 1, "disk": MIN_BLOCKS}
-    needed = {
-        "device": 2 * block_bytes,
-        "host": block_bytes,
-        "disk": max_bytes(MIN_BLOCKS * block_bytes),
-    }
+def _refusals(tiers: list[TierSize], layout: PagedLayout) -> Iterator[str]:
     for tier in tiers:
-        if tier.num_blocks < minimum[tier.name]:
-            yield f"{tier.name}.capacity: holds {tier.num_blocks} blocks; use {needed[tier.name]} bytes or more"
+        minimum = MIN_SLOTS[tier.name]
+        needed = layout.capacity_for(minimum, minimum)
+        if tier.name == "disk":
+            needed = max_bytes(needed)
+        if min(layout.num_slots(tier.capacity_bytes, minimum)) < minimum:
+            held = f"{tier.num_blocks} blocks" if tier.num_blocks < minimum else f"{tier.num_states} states"
+            yield f"{tier.name}.capacity: holds {held}; use {needed} bytes or more"
+
+
+def _refused_codecs(config: Config, layout: PagedLayout) -> Iterator[str]:
+    for tier, settings in (("disk", config.disk), ("remote", config.remote)):
+        try:
+            if layout.states.tensors:
+                refuse_lossy(settings, tier)
+        except ValueError as error:
+            yield str(error)
 
 
 def _refused_folders(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup, name_block_size
+from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, name_block_size
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pins
@@ -30,7 +31,7 @@ from kvtier.tiers.residency import GroupTiers, Residency
 from kvtier.tiers.up.hit_plans import HitPlans
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promoter import Promoter
-from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Tables
+from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Table, Tables
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -107,12 +108,9 @@ class TieredCache:
         self._transfers = transfers
         self._clock = clock
         self._retention = Retention(self.groups, options.retention_tokens)
-        # The window is the part of the eviction order, from its front, that is kept clean. Within the window, evictions
-        # skip dirty blocks; beyond it, they follow the order strictly. So it is at most a quarter of the pool.
-        limit = max(1, min(memory.num_device_slots for memory in memories) // 4)
-        self._window = CleanAhead(options.min_clean_ahead, limit, clock)
-        self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
-        self._promoter = Promoter(self.residency, transfers, clock, options.by_layers)
+        self._windows = _windows([memory.num_device_slots for memory in memories], options.min_clean_ahead, clock)
+        self._host_spill = HostSpill(self.residency, transfers, self._windows, clock)
+        self._promoter = Promoter(self.residency, transfers, self._windows, clock, options.by_layers)
         self._hits = self._promoter.hits
         self.lookups = Lookups(groups, self.residency, self._retention, planner)
         self.plans = HitPlans(self._group_tiers, self._hits, lower, transfers, planner)
@@ -152,7 +150,7 @@ class TieredCache:
             now = missing + (hit.partial is not None)
             # Right after the promotion, the request allocates slots for the tokens that it computes. A spill started
             # only then would be too late. Once the hit's own blocks are leased, there may be no other clean blocks.
-            soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
+            soon = min(self._windows[group.id].depth, -(-rest_tokens // group.block_size) + 1)
             takes = missing or len(resident)
             short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if takes else 0)
         if not any(short):
@@ -170,7 +168,7 @@ class TieredCache:
         of the prefix that has been loaded so far.
         """
         deadline = None if timeout_s is None else self._clock() + timeout_s
-        return self._promoter.promote(hit, self._window.num_blocks, deadline)
+        return self._promoter.promote(hit, deadline)
 
     def cancel(self, promotion: Promotion) -> None:
         """Cancel a promotion and release all its leases."""
@@ -197,7 +195,7 @@ class TieredCache:
             return now < until
 
         self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, should_continue)
-        self._promoter.pump(self._window.num_blocks)
+        self._promoter.pump()
         self.residency.process_lost()
         self.residency.remember_cleared()
         self.pins.pump()
@@ -214,12 +212,17 @@ class TieredCache:
                 return None
         tables: Tables = []
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
-            table = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
+            window = self._windows[group.id]
+            table = group.slots.take(wanted, window.num_blocks if group.slots.dirty else 0)
             assert table is not None, "fewer free slots than a moment ago"
             tables.append(table)
             group.num_held += wanted
-        self._window.on_allocated(max(num_slots))
+            window.on_allocated(wanted)
         return tables
+
+    def chunk_end(self, num_computed: int, boundaries: Sequence[int]) -> int | None:
+        """Return the position that a chunk after *num_computed* tokens should not pass; see `Retention.next_end`."""
+        return self._retention.next_end(num_computed, boundaries)
 
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
         """Name a request's full blocks within its computed tokens *start* to *end*, so that lookups find them.
@@ -243,6 +246,18 @@ class TieredCache:
                 for place in np.flatnonzero(slots != NO_SLOT).tolist():
                     self.residency.commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
 
+    def commit_state(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
+        """Name the recurrent states of a request at the end of its last full block. Call this before `release`.
+
+        So the next turn of a chat resumes there, after most of the answer, even if `commit` names few states.
+        """
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            block_id = num_computed // group.block_size - 1
+            if not isinstance(group.attention, RecurrentState) or not 0 <= block_id < len(table):
+                continue
+            if (slot := table[block_id]) != NO_SLOT and group.pool.name(slot) is None:
+                self.residency.commit_run(group, table, chain, block_id, np.array([slot], np.intp))
+
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Make a request's last, partial block available to later requests, which copy it. Call this before `release`.
 
@@ -265,14 +280,13 @@ class TieredCache:
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """Release the blocks that no token after the first *num_tokens* attends to, and clear them in *tables*.
 
-        Only groups with limited attention have such blocks, for example groups with a sliding window.
+        Only groups with limited attention have such blocks, for example groups with a sliding window. A recurrent state
+        at the end of the last full block stays leased, because `commit_state` may name it.
         """
         for group in self._forgetting:
             table = tables[group.id]
             passed = []
-            for block_id in range(min(group.attention.first_needed(num_tokens), len(table)) - 1, -1, -1):
-                if table[block_id] == NO_SLOT:
-                    break
+            for block_id in _leased_before(table, group.attention, num_tokens):
                 passed.append(table[block_id])
                 table[block_id] = NO_SLOT
             group.num_held -= len(passed)
@@ -386,7 +400,7 @@ class TieredCache:
         return CacheStatistics(
             {Tier.DEVICE: device, **lower.tiers},
             self._transfers.statistics(),
-            self._window.num_blocks,
+            max(window.num_blocks for window in self._windows),
             lower.disk,
             lower.remote,
             lower.admission,
@@ -421,5 +435,29 @@ class TieredCache:
         The slots in *besides* are about to be leased, so they do not count as available.
         """
         num_slots += group.pool.num_reserved  # promotions take their reserved slots first
-        horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks
+        horizon = max(0, num_slots - group.pool.num_blank) + self._windows[group.id].num_blocks
         return max(0, num_slots - group.slots.num_clean(horizon, besides))
+
+
+def _leased_before(table: Table, attention: AttentionGroup, num_tokens: int) -> list[int]:
+    """Return the blocks with a slot to release after *num_tokens* tokens, the last ones first; see `forget_read`."""
+    if not isinstance(attention, RecurrentState):
+        end = min(attention.first_needed(num_tokens), len(table))
+        return list(takewhile(lambda block_id: table[block_id] != NO_SLOT, range(end - 1, -1, -1)))
+    end = min(num_tokens // attention.block_size - 1, len(table))
+    if end <= 0:
+        return []
+    # Only blocks at the ends of chunks have slots, so the search cannot stop at the first block without one.
+    found: list[int] = np.flatnonzero(np.frombuffer(table, np.int32)[:end] != NO_SLOT)[::-1].tolist()
+    return found
+
+
+def _windows(num_slots: Sequence[int], min_clean_ahead: int, clock: Callable[[], float]) -> list[CleanAhead]:
+    """Return the window of each group, given the number of its device slots.
+
+    A window is the part of the eviction order, from its front, that is kept clean. Within the window, evictions skip
+    dirty blocks; beyond it, they follow the order strictly. So it is at most a quarter of the pool. Pools with fewer
+    slots than the largest one have shorter windows, because fewer of their slots are allocated.
+    """
+    largest = max(num_slots)
+    return [CleanAhead(-(-min_clean_ahead * count // largest), max(1, count // 4), clock) for count in num_slots]

@@ -6,7 +6,14 @@ import numpy as np
 
 from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.naming.groups import (
+    AttentionGroup,
+    RecurrentState,
+    alignment,
+    longest_hit,
+    longest_single,
+    name_block_size,
+)
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import GroupTiers, Located, Residency
@@ -118,12 +125,14 @@ class Lookups:
     def where(self, chain: BlockChain) -> list[Tier | None]:
         """Return for each of the chain's names the tier that has the block; None if it is missing in any group.
 
-        If the blocks of the groups are in different tiers, the result is the coldest of these.
+        If the blocks of the groups are in different tiers, the result is the coldest of these. Recurrent states, which
+        are kept at few places, count only if the model has no keys and values.
         """
         result: list[Tier | None] = []
+        groups = [group for group in self._groups if not isinstance(group.attention, RecurrentState)] or self._groups
         for place in range(len(chain.names)):
             found = []
-            for group in self._groups:
+            for group in groups:
                 block_id = place * self._block_size // group.block_size
                 names = chain.names_of(group.block_size, range(block_id, block_id + 1))
                 found.append(self._residency.tier_of(group, names[0]) if names else None)

@@ -43,7 +43,7 @@ def kvtier_steps(lengths: Sequence[int]) -> Callable[[], object]:
     block_bytes = 2 * NUM_LAYERS * BLOCK_SIZE * NUM_HEADS * HEAD_DIM * 4
     runner = ModelRunner(model(), BLOCK_SIZE, sum(num_blocks) * block_bytes)
     for slab in runner.slabs:
-        slab.tensor.normal_()
+        slab.blocks.view(torch.float32).normal_()
     places = iter(random.Random(0).sample(range(runner.num_slots), sum(num_blocks)))
     tables = [[[next(places) for _ in range(count)]] for count in num_blocks]
     ends = list(lengths)

@@ -15,7 +15,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from bench.report import Row, arguments, publish
 from kvtier.engine.model import latent_attention
-from kvtier.engine.model.layers import bytes_per_block
+from kvtier.engine.model.paged_layout import bytes_per_block
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 
 BLOCK_SIZE = 16

@@ -19,7 +19,7 @@ from kvtier.cli.demo.document import Document, Fact, document_text, is_right, ma
 from kvtier.cli.demo.model import build_demo_model
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.llm import LLM, encode, load_model, torch_device
-from kvtier.engine.model.layers import bytes_per_block
+from kvtier.engine.model.paged_layout import bytes_per_block
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion
 from kvtier.store.lmdb.data_file import max_bytes

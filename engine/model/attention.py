@@ -111,6 +111,7 @@ class Step:
     give_up_at: float = 0.0  # monotonic time at which layers stop waiting for the gates
     index: IndexStep | None = None  # if layers choose the keys that they read
     layers_seen: set[int] = field(default_factory=set)  # indices of the layers that called `paged_attention`
+    layers_received: list[int] = field(default_factory=list)  # indices of the layers that called `receive`
 
     def receive(self, first: torch.Tensor, second: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the rows of a latent layer into its slab, and return the rows that its module is to expand.
@@ -118,6 +119,7 @@ class Step:
         *first* are latents, [1, 1, num_tokens, rank], and *second* rotated keys, [1, 1, num_tokens, rope]. Keys and
         values of other layers are returned as they are.
         """
+        self.layers_received.append(layer_id)
         if layer_id not in self.layers:  # the attention function refuses it
             return first, second
         group_id, layer = self.layers[layer_id]
@@ -185,6 +187,8 @@ def paged_attention(
             "without it, or call set_attn_implementation('sdpa') if this is a copy of the LLM's model"
         )
     layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int that Module types as a tensor
+    if layer_id < 0:  # the module computes several layers; see `layers.SHARED_MODULE`
+        layer_id = step.layers_received[-1]
     step.layers_seen.add(layer_id)
     group_id, layer = step.layers[layer_id]
     group = step.groups[group_id]

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.model.cpu.packed_linears import PackedLinear
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.index_keys import CutIndexer
+from kvtier.engine.model.state_layers import SplitMixer
 
 # A thread hashes one piece at a time. All cores hash, because one core hashes only 0.4 GB/s without SHA instructions.
 PIECE_BYTES = 4 << 20
@@ -87,9 +88,10 @@ def find_hook_or_forward(module: torch.nn.Module, harmless: tuple[str, ...] = LO
     for hook in [hook for hooks in _HOOKS for hook in tuple(own[hooks].values())]:
         if not (name := _function_name(hook)).startswith(harmless):
             return f"a hook ({name})"
-    # Allow accelerate's forward, which only moves tensors between devices, and kvtier's packed linear layers and cut
-    # indexers, which are set while a pass runs.
-    if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], PackedLinear | CutIndexer):
+    # Allow accelerate's forward, which only moves tensors between devices, and kvtier's packed linear layers, cut
+    # indexers and split mixers, which are set while a pass runs.
+    own_forward = own.get("forward") if "_hf_hook" not in own else None
+    if own_forward is not None and not isinstance(own_forward, PackedLinear | CutIndexer | SplitMixer):
         return f"another forward ({_function_name(own['forward'])})"
     return None
 

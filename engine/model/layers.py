@@ -1,4 +1,4 @@
-"""Detection of each attention layer's kind and geometry, by running the model once on two tokens."""
+"""Detection of what each of a model's layers keeps of a prompt, by running the model once on two tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -13,16 +13,24 @@ from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.errors import UnsupportedModel, oom_as_memory_error
 from kvtier.engine.model.index_keys import INDEXED, chooses_keys
 from kvtier.engine.model.long_rope import fixed_long_rope
+from kvtier.engine.model.observed_states import ObservingCache
 from kvtier.engine.model.paged_segment import reads
+from kvtier.engine.model.state_layers import StateLayers
 from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
+# `layer_idx` of a module that several layers share; the cache is told which layer it computes.
+SHARED_MODULE = -1
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
 # The same for a model on the meta device, without masks. To create masks, transformers reads the values of positions,
 # and tensors on that device have no values.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
 # The rotary embedding that makes keys depend on the prompt's length: blocks with the same name could differ.
 LENGTH_DEPENDENT_ROPE = "dynamic"
+# Kinds of layers in a configuration's `layer_types`: layers that keep nothing of a prompt, and layers with full
+# attention. A hybrid layer also keeps a recurrent state.
+KEEPS_NOTHING = ("mlp", "moe")
+FULL_KINDS = ("full_attention", "hybrid", INDEXED)
 STEPS_AROUND = (-2, -1, 0, 1, 2)  # offsets from the edges of a window or chunk at which masks are compared
 FAR = 1_000_003  # a position beyond every limit of known models
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
@@ -52,13 +60,31 @@ class Layer:
         return self.rank, self.parts[0][1] - self.rank - self.index
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedLayers:
+    """The attention layers of a model by index, and the states that its layers keep in addition."""
+
+    attention: dict[int, Layer]
+    states: StateLayers
+
+    def kinds(self, num_layers: int) -> list[object]:
+        """Return for each of the model's *num_layers* layers what tells it apart from layers of other kinds."""
+        states: dict[int, list[tuple[bool, int]]] = {}
+        for tensor in self.states.tensors:
+            states.setdefault(tensor.key.layer_id, []).append((tensor.key.is_conv, tensor.key.index))
+        return [
+            (None if (layer := self.attention.get(i)) is None else layer.kind, tuple(states.get(i, ())))
+            for i in range(num_layers)
+        ]
+
+
 def numbers_of(parts: Sequence[tuple[int, int]]) -> int:
     """Return how many numbers a layer keeps of a token, given its parts (heads, width)."""
     return sum(heads * width for heads, width in parts)
 
 
-def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
-    """Run the model on two tokens, and return its attention layers by index.
+def observe_layers(model: PreTrainedModel, block_size: int) -> ObservedLayers:
+    """Run the model on two tokens, and return what its layers keep.
 
     The model may be on the meta device. Its own attention function is restored afterwards.
 
@@ -70,30 +96,13 @@ def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
         _refuse_configuration(model)
         observation = _Observation(model, block_size)
         with fixed_long_rope(model):
-            _run(model, observation, before)
-        observation.check_complete()
+            states = _run(model, observation, before)
+        observation.check_complete(states)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot keep its KV cache in kvtier: {error}") from error
     finally:
         model.set_attn_implementation(before)
-    return dict(sorted(observation.layers.items()))
-
-
-def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
-    """Return the bytes of keys and values of *block_size* tokens in all layers."""
-    return sum(num_bytes for _, num_bytes in layers_of(model, block_size, model.dtype.itemsize))
-
-
-def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
-    """Return the kind of attention and bytes per block of each layer that keeps keys and values.
-
-    *itemsize* is the number of bytes per element. The model may be on the meta device.
-
-    Raises:
-        UnsupportedModel: If the model needs something that a paged cache cannot provide.
-    """
-    layers = observe_layers(model, block_size).values()
-    return [(layer.group, block_size * numbers_of(layer.parts) * itemsize) for layer in layers if layer.source is None]
+    return ObservedLayers(dict(sorted(observation.layers.items())), states)
 
 
 class _Observation:
@@ -118,6 +127,7 @@ class _Observation:
         self._index_keys: dict[int, torch.Tensor] = {}  # by layer with an indexer, the index keys that it handed
         # Given to models that choose their keys, if transformers' own mask cannot be made.
         self.plan_mask = torch.ones((1, 1, 2, 2), dtype=torch.bool, device=model.device)
+        self._received: int | None = None  # index of the layer that handed something to its cache last
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Create transformers' mask and record its rule. This is the mask function registered with transformers."""
@@ -140,6 +150,8 @@ class _Observation:
         This is the attention function registered with transformers.
         """
         layer_id = getattr(module, "layer_idx", None)
+        if layer_id == SHARED_MODULE:
+            layer_id = self._received
         if not isinstance(layer_id, int):
             raise UnsupportedModel("an attention layer has no index (layer_idx)")
         if layer_id in self.layers:
@@ -179,6 +191,7 @@ class _Observation:
     def receive(self, first: torch.Tensor, second: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Record what a layer hands to its cache, keys and values or the two parts of a latent row; return it."""
         self._handed[layer_id] = (first, second)
+        self._received = layer_id
         return first, second
 
     def receive_index(self, keys: torch.Tensor, layer_id: int) -> torch.Tensor:
@@ -208,10 +221,12 @@ class _Observation:
                 return layer_id
         return None
 
-    def check_complete(self) -> None:
-        """Raise `UnsupportedModel` unless all layers of the model were seen."""
+    def check_complete(self, states: StateLayers) -> None:
+        """Raise `UnsupportedModel` unless each layer of the model was seen, or keeps nothing."""
         num_layers = self._config.num_hidden_layers
-        if set(self.layers) != set(range(num_layers)):
+        kinds = getattr(self._config, "layer_types", None) or [None] * num_layers
+        idle = {layer_id for layer_id, kind in enumerate(kinds) if kind in KEEPS_NOTHING}
+        if {*self.layers, *states.layer_ids} != set(range(num_layers)) - idle:
             raise UnsupportedModel(
                 f"{len(self.layers)} of its {num_layers} layers call the attention function that is registered with "
                 "transformers (AttentionInterface); kvtier cannot cache the state of the other layers"
@@ -260,9 +275,9 @@ class _Observation:
         layer_types = getattr(config, "layer_types", None)
         kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
         match kind:
-            case _ if kind in ("full_attention", INDEXED) and window is None and (has_indices or kind != INDEXED):
+            case _ if kind in FULL_KINDS and window is None and (has_indices or kind != INDEXED):
                 return FullAttention(block_size)
-            case "sliding_attention" if window is not None or getattr(config, "sliding_window", None):
+            case "sliding_attention" | "hybrid_sliding" if window or getattr(config, "sliding_window", None):
                 return SlidingWindow(block_size, int(window or config.sliding_window))
             case "chunked_attention":
                 return ChunkedLocal(block_size, int(config.attention_chunk_size))
@@ -282,10 +297,13 @@ AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get(
 AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
 
 
-def _run(model: PreTrainedModel, observation: _Observation, own_attention: str) -> None:
+def _run(model: PreTrainedModel, observation: _Observation, own_attention: str) -> StateLayers:
     """Run the model on two tokens, with an attention function that records each layer's call in *observation*.
 
     *own_attention* is the name of the model's own attention function.
+
+    Returns:
+        The states that the model's layers keep.
     """
     token = _current.set(observation)
     try:
@@ -293,14 +311,17 @@ def _run(model: PreTrainedModel, observation: _Observation, own_attention: str) 
         with oom_as_memory_error("looking at the model's attention"), torch.inference_mode():
             positions = torch.arange(2, device=model.device)
             needs_mask = model.device.type == "meta" and chooses_keys(model)
-            model(
-                input_ids=positions[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=positions,
-                **{CACHE_ARGUMENT: StepCache(positions, observation.receive, observation.receive_index)},
-                **({"attention_mask": observation.plan_mask} if needs_mask else {}),
-            )
+            cache = ObservingCache(positions, observation.receive, observation.receive_index)
+            with cache.watching(model):
+                model(
+                    input_ids=positions[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=positions,
+                    **{CACHE_ARGUMENT: cache},
+                    **({"attention_mask": observation.plan_mask} if needs_mask else {}),
+                )
+            return cache.states
     except UnsupportedModel:
         raise
     except _ERRORS as error:  # errors of the model's own code, whose messages mean nothing to the user

@@ -18,8 +18,11 @@ from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
+from kvtier.engine.model.state_layers import SlotStates, SplitMixers, StatePart, StateSlab, StateStep
 from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
 from kvtier.tiers.naming.block_hash import Lora
+from kvtier.tiers.up.promotion import NO_SLOT
+from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
 
 # How long a step waits for the layers of prefixes that are still being loaded. No other request computes meanwhile.
@@ -31,7 +34,9 @@ ARRIVAL_WAIT_S = 3.0
 class Chunk:
     """Consecutive tokens of one request that a step computes.
 
-    The request must hold leases on the blocks of *tables*, so that they are not evicted during the step.
+    The request must hold leases on the blocks of *tables*, so that they are not evicted during the step. In the group
+    of states, the state after the chunk is written to the slot of its last token's block. The state before the chunk is
+    in the slot of the block before, from which it is copied; if that block has no slot, it is in the same slot.
     """
 
     token_ids: Sequence[int]
@@ -46,8 +51,9 @@ class Chunk:
 class PagedModel:
     """A transformers model that computes batches of requests, with their KV blocks in device slabs.
 
-    Layers of equal attention and KV shape form a group. Each group has a slab, a tensor of *num_slots* blocks. This
-    class does not check that paged attention gives the same results as the model's own attention; `ModelRunner` does.
+    Layers of equal attention and KV shape form a group, and all recurrent and convolution states form another. Each
+    group has a slab, a tensor of slots for blocks or for states. This class does not check that paged attention gives
+    the same results as the model's own attention; `ModelRunner` does.
     Only one thread may call this class's methods.
 
     Raises:
@@ -62,24 +68,26 @@ class PagedModel:
         self.claim = ModelClaim(model)
         try:
             with self.claim.alone():
-                layers = observe_layers(model, block_size)
+                self.observed = observe_layers(model, block_size)
+                layers = self.observed.attention
                 self._ranks = {layer_id: layer.ranks for layer_id, layer in layers.items() if layer.rank}
                 self._matrices = matrices_of(model, self._ranks)
                 self._indexers = Indexers(model, [layer_id for layer_id, layer in layers.items() if layer.index])
                 self.claim.begin()
-            self._layout = paged_layout(layers, block_size, model.dtype)
+            self.layout = paged_layout(self.observed, block_size, model.dtype)
         except BaseException:
             self.claim.release()
             raise
-        self.layers = tuple(layers.values())
-        self.groups = self._layout.groups
-        self.geometry = self._layout.geometry
-        self.block_bytes = self._layout.block_bytes
+        self.layers = tuple(layers.values())  # those with attention
+        self._mixers = SplitMixers(self.observed.states)
+        self.groups = self.layout.groups
+        self.geometry = self.layout.geometry
+        self.block_bytes = self.layout.block_bytes
         self._scratch = Scratch()
         self._row_attention = RowAttention(torch.get_num_threads())
         try:
-            self.num_slots = self._layout.num_slots(capacity_bytes)
-            self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
+            self.num_slots = self.layout.device_slots(capacity_bytes)[0]  # of each attention group
+            self.slabs = self.layout.slabs(capacity_bytes, self.device)  # by group
         except BaseException:
             self.close()
             raise
@@ -98,7 +106,7 @@ class PagedModel:
             may still be running.
 
         Raises:
-            ChangedModel: If some layer did not call kvtier's attention.
+            ChangedModel: If some layer did not call kvtier's attention, or did not use its state.
         """
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = torch.tensor(
@@ -112,7 +120,12 @@ class PagedModel:
         lengths, images = [len(chunk.token_ids) for chunk in chunks], [chunk.images for chunk in chunks]
         has_images = any(each is not None for each in images)
         wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
-        with self.claim.alone(), self._step(chunks, ends) as step, self._indexers.on(step.index):
+        with (
+            self.claim.alone(),
+            self._step(chunks, ends) as step,
+            self._indexers.on(step.index),
+            self._states_of(chunks, ends) as states,
+        ):
             self.claim.check()
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None],
@@ -123,9 +136,10 @@ class PagedModel:
                 **{CACHE_ARGUMENT: StepCache(positions, step.receive, step.receive_index)},
                 **({} if step.index is None else {"attention_mask": step.index.mask}),
             ).logits
-            if len(step.layers_seen) != len(self.layers):
+            num_layers = len(self.layers) + len(self._mixers)
+            if (num_seen := len(step.layers_seen) + len(states.mixers_seen)) != num_layers:
                 raise ChangedModel(
-                    f"only {len(step.layers_seen)} of {len(self.layers)} layers went through kvtier's attention, "
+                    f"only {num_seen} of {num_layers} layers went through kvtier's attention or states, "
                     "because the model's attention or layers were changed; close the engine before you change the model"
                 )
         rows = logits[0].float()
@@ -133,17 +147,37 @@ class PagedModel:
 
     @contextmanager
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[Step]:
-        groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
+        group_ids = range(self.layout.num_attention_groups)
+        groups = tuple(self._group_step(group_id, chunks, ends) for group_id in group_ids)
         gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
         indexed = next((group for group in groups if group.index_width), None)
         index = None if indexed is None else IndexStep(indexed.segments)
         give_up_at = time.monotonic() + ARRIVAL_WAIT_S
-        step = Step(groups, self._layout.places, self._layout.readers, gates, give_up_at, index)
+        step = Step(groups, self.layout.places, self.layout.readers, gates, give_up_at, index)
         token = current_step.set(step)
         try:
             yield step
         finally:
             current_step.reset(token)
+
+    @contextmanager
+    def _states_of(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[StateStep]:
+        """While in the context, let the mixers use the states of the requests that *chunks* belong to."""
+        step = StateStep([], ends[-1])
+        slab = self.slabs[-1]
+        if isinstance(slab, StateSlab):
+            slots = []
+            for chunk in chunks:
+                before, now = (
+                    chunk.tables[-1][max(0, position) // self.block_size]
+                    for position in (chunk.start - 1, chunk.start + len(chunk.token_ids) - 1)
+                )
+                if chunk.start and before not in (now, NO_SLOT):
+                    slab.copy(before, now)
+                slots.append(now)
+            step = StateStep(_state_parts(slab, chunks, ends, slots), ends[-1])
+        with self._mixers.on(step):
+            yield step
 
     def _group_step(self, group_id: int, chunks: Sequence[Chunk], ends: Sequence[int]) -> GroupStep:
         slots: list[int] = []
@@ -156,14 +190,42 @@ class PagedModel:
             offsets += [position % self.block_size for position in positions]
             rows = slice(end - num_tokens, end)
             segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
+        slab = self.slabs[group_id]
+        assert isinstance(slab, DeviceSlab), "an attention group keeps blocks"
         return GroupStep(
-            self.slabs[group_id],
+            slab,
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
             self._row_attention,
-            latent_paths(segments, self._matrices is not None) if self._layout.is_latent(group_id) else None,
+            latent_paths(segments, self._matrices is not None) if self.layout.is_latent(group_id) else None,
             self._matrices or {},
             self._scratch,
-            index_width=self._layout.index_widths[group_id],
+            index_width=self.layout.index_widths[group_id],
         )
+
+
+def _state_parts(
+    slab: StateSlab, chunks: Sequence[Chunk], ends: Sequence[int], slots: Sequence[int]
+) -> list[StatePart]:
+    """Divide a batch into the parts that a mixer computes in one call. *slots* has the slot of each chunk's state.
+
+    The last tokens of requests that compute one token each are one part.
+    """
+    parts = []
+    single_rows, single_slots = [], []
+    for chunk, end, slot in zip(chunks, ends, slots, strict=True):
+        num_tokens = len(chunk.token_ids)
+        if num_tokens == 1 and chunk.start:
+            single_rows.append(end - 1)
+            single_slots.append(slot)
+        else:
+            rows = slice(end - num_tokens, end)
+            parts.append(StatePart(rows, SlotStates(slab, [slot], chunk.start > 0), 1))
+    if len(single_rows) == 1:
+        rows = slice(single_rows[0], single_rows[0] + 1)
+        parts.append(StatePart(rows, SlotStates(slab, single_slots, True), 1))
+    elif single_rows:
+        picked = torch.tensor(single_rows, device=slab.blocks.device)
+        parts.append(StatePart(picked, SlotStates(slab, single_slots, True), len(single_slots)))
+    return parts

@@ -16,6 +16,7 @@ from kvtier.engine.model.latent_attention import matrices_of
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
+from kvtier.engine.model.state_layers import StateSlab
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory
@@ -74,19 +75,19 @@ class ModelRunner(PagedModel):
         )
 
     def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
-        """Create the device and host memory of each group of layers. Every group has the same number of host slots.
+        """Create the device and host memory of each group of layers. See `PagedLayout.num_slots` for their sizes.
 
         Raises ValueError if *host_capacity_bytes* is too small for one block.
         """
-        num_host_slots = host_capacity_bytes // sum(self.block_bytes)
-        if host_capacity_bytes and not num_host_slots:
+        slots = self.layout.num_slots(host_capacity_bytes, minimum=1) if host_capacity_bytes else (0,) * len(self.slabs)
+        if host_capacity_bytes and not min(slots):
             raise ValueError(
                 f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)} bytes; "
                 "raise host.capacity, or set it to 0 for no host tier"
             )
         memories: list[BlockMemory] = []
         with ExitStack() as undo:  # if one cannot be created, close the earlier ones
-            for slab in self.slabs:
+            for slab, num_host_slots in zip(self.slabs, slots, strict=True):
                 if self.device.type == "cuda":
                     from kvtier.transfer.cuda.memory import CudaMemory
 
@@ -151,7 +152,7 @@ class ModelRunner(PagedModel):
     def _note(self, change: str | None) -> None:
         self._change = self._change or change
 
-    def _maker(self, slab: DeviceSlab) -> MakeMemory:
+    def _maker(self, slab: DeviceSlab | StateSlab) -> MakeMemory:
         if self.device.type != "cuda":
             blocks = slab.blocks.numpy()
             return lambda num_host_slots, file: CpuMemory(blocks, num_host_slots, slab.num_layers, file)

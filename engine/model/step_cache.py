@@ -26,7 +26,7 @@ class StepCache(Cache):
     and returns the result; it gives *receive_index* the index keys of a layer that chooses its keys. `get_seq_length`
     lets a layer compute each token's position in its own prompt.
 
-    Methods for states other than these raise `UnsupportedModel`.
+    Methods for states other than these, which `SlotStates` has, raise `UnsupportedModel`.
     """
 
     def __init__(self, positions: torch.Tensor, receive: Receive, receive_index: ReceiveIndex) -> None:
@@ -53,26 +53,28 @@ class StepCache(Cache):
             return 0
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedModel`."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Raise `UnsupportedModel`: only a mixer, which gets a cache of its own, may use states."""
         _refuse_state(layer_idx)
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedModel`."""
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Raise `UnsupportedModel`, as `get_conv_state` does."""
         _refuse_state(layer_idx)
 
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedModel`."""
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Raise `UnsupportedModel`, as `get_conv_state` does."""
         _refuse_state(layer_idx)
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> NoReturn:
-        """Raise `UnsupportedModel`."""
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Raise `UnsupportedModel`, as `get_conv_state` does."""
         _refuse_state(layer_idx)
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> NoReturn:
-        """Raise `UnsupportedModel`."""
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Raise `UnsupportedModel`, as `get_conv_state` does."""
         _refuse_state(layer_idx)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -82,4 +84,4 @@ class StepCache(Cache):
 
 def _refuse_state(layer_idx: int | None) -> NoReturn:
     layer = "it" if layer_idx is None else f"layer {layer_idx}"
-    raise UnsupportedModel(f"{layer} keeps a state other than keys and values (recurrent or convolutional)")
+    raise UnsupportedModel(f"{layer} uses its recurrent or convolution state in more than one module")

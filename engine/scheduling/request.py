@@ -171,6 +171,12 @@ class Request:
         return [] if self.scores is None else self.scores.told
 
     @property
+    def boundaries(self) -> list[int]:
+        """Positions of the prompt at which later prompts may resume; see `Retention.kept`."""
+        prompt_end = len(self.prompt_token_ids) - 1
+        return [prompt_end] if self.junction is None else [prompt_end, self.junction]
+
+    @property
     def is_decoding(self) -> bool:
         """True if the prompt is computed, so that only the token sampled last is left to compute."""
         return self.num_to_compute == 1 and len(self.token_ids) > len(self.prompt_token_ids)

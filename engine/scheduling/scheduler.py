@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.scheduling.block_tables import extend_table, num_new_slots
 from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, LoadingContext, LoadingState
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
@@ -173,11 +174,8 @@ class Scheduler:
             request.num_computed += item.num_tokens
             if request.num_computed // self._cache.block_size > request.num_committed // self._cache.block_size:
                 request.chain.extend(request.token_ids)
-                boundaries = [len(request.prompt_token_ids) - 1]
-                if request.junction is not None:
-                    boundaries.append(request.junction)
                 self._cache.commit(
-                    request.tables, request.chain, request.num_committed, request.num_computed, boundaries
+                    request.tables, request.chain, request.num_committed, request.num_computed, request.boundaries
                 )
                 request.num_committed = request.num_computed
 
@@ -353,11 +351,17 @@ class Scheduler:
         """Add work for the request if it still runs and finds slots; return the number of tokens added."""
         if budget <= 0 or request not in self.running:
             return 0
-        num_tokens = self._within_scored(request, min(_num_left(request), self._config.prefill_chunk, budget), step)
+        limit = self._within_chunk(request, min(_num_left(request), self._config.prefill_chunk, budget))
+        num_tokens = self._within_scored(request, limit, step)
         if not num_tokens or not self._lease_slots(request, request.num_computed + num_tokens, step):
             return 0
         step.append(Work(request, num_tokens))
         return num_tokens
+
+    def _within_chunk(self, request: Request, num_tokens: int) -> int:
+        """Return *num_tokens*, reduced so that the request's chunk ends where a recurrent state is to be kept."""
+        end = self._cache.chunk_end(request.num_computed, request.boundaries)
+        return num_tokens if end is None else min(num_tokens, end - request.num_computed)
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
         """Return *num_tokens*, reduced so that the step computes at most `_max_scored` prompt logprobs."""
@@ -370,20 +374,32 @@ class Scheduler:
 
         Returns False if this request itself is the next one to preempt.
         """
-        self._cache.forget_read(request.tables, request.num_computed)
-        groups = self._cache.groups
-        missing = [-(-num_tokens // group.block_size) - len(t) for group, t in zip(groups, request.tables, strict=True)]
-        if not any(missing):
-            return True
-        while (slots := self._cache.allocate(missing)) is None:
+        groups, tables, num_computed = self._cache.groups, request.tables, request.num_computed
+        self._cache.forget_read(tables, num_computed)
+        missing = [
+            num_new_slots(group, table, num_computed, num_tokens) for group, table in zip(groups, tables, strict=True)
+        ]
+        new_slots = self._take_slots(request, missing, step) if any(missing) else [()] * len(groups)
+        if new_slots is None:
+            return False
+        for group, table, new in zip(groups, tables, new_slots, strict=True):
+            extend_table(group, table, new, num_computed, num_tokens)
+        return True
+
+    def _take_slots(
+        self, request: Request, num_slots: Sequence[int], step: list[Work]
+    ) -> Sequence[Sequence[int]] | None:
+        """Lease new slots for the request, preempting requests if slots run out.
+
+        Returns None if this request itself is the next one to preempt.
+        """
+        while (slots := self._cache.allocate(num_slots)) is None:
             victim = self._victim()
             if victim is None or victim is request:
-                return False
+                return None
             step[:] = [work for work in step if work.request is not victim]
             self._preempt(victim)
-        for table, new in zip(request.tables, slots, strict=True):
-            table.extend(new)
-        return True
+        return slots
 
     def _victim(self) -> Request | None:
         """Return the running request to preempt first: the one that started last among the least urgent."""
@@ -403,6 +419,7 @@ class Scheduler:
             request.loading.give_up()
             request.loading = None
         if request.tables:
+            self._cache.commit_state(request.tables, request.chain, request.num_committed)
             self._cache.commit_tail(request.tables, request.chain, request.num_computed)
             self._cache.release(request.tables)
         request.tables = []

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState
 from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
@@ -67,10 +67,14 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 
     A chunk may start at any token, because of a hit, a preemption or a small budget.
     """
-    return [
-        _max_of_window(group, num_tokens, chunk) if group.forgets else -(-num_tokens // group.block_size)
-        for group in groups
-    ]
+    return [_max_of_group(group, num_tokens, chunk) for group in groups]
+
+
+def _max_of_group(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
+    num_blocks = -(-num_tokens // group.block_size)
+    if isinstance(group, RecurrentState):  # the state at the end of the last full block, and the one after it
+        return min(num_blocks, 2)
+    return _max_of_window(group, num_tokens, chunk) if group.forgets else num_blocks
 
 
 def _max_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:

@@ -145,6 +145,17 @@ def cipher_of(config: DiskConfig | RemoteConfig) -> Cipher | None:
     return None
 
 
+def refuse_lossy(config: DiskConfig | RemoteConfig | None, tier: str) -> None:
+    """Raise ValueError if the codec of *tier* is lossy, because its blocks hold recurrent states.
+
+    A lossy codec rounds the elements of a block, which have one dtype. The states of a model have several.
+    """
+    if config is not None and config.codec == "fp8":
+        raise ValueError(
+            f'{tier}.codec "fp8" cannot round recurrent states; use "none", "zstd" or "auto" for this model'
+        )
+
+
 def codec_of(config: DiskConfig | RemoteConfig, dtype: str) -> Codec | CodecChoice:
     """Return the codec for blocks with elements of *dtype*."""
     if config.codec == "none":

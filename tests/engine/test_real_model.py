@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier import LLM, SamplingParams
 from kvtier.cli.demo.document import make_document
 from kvtier.engine.model.checkpoint import Checkpoint
-from kvtier.engine.model.layers import bytes_per_block
+from kvtier.engine.model.paged_layout import bytes_per_block
 from kvtier.tiers.naming.tier import Tier
 
 pytestmark = pytest.mark.long

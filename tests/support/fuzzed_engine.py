@@ -22,6 +22,7 @@ from kvtier.engine import core as engine_core
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
+from kvtier.engine.model.paged_layout import layout_of
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
@@ -50,7 +51,6 @@ from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BLOCK_SIZE = 8
-BLOCK_BYTES = BLOCK_SIZE * 512  # of a small model with two layers, all groups together
 NUM_NEW = 6
 STEP_S = 0.01  # of the clock, for a step
 # A disk may hang for ever. A device does not: what it is being copied from can be given to nobody meanwhile.
@@ -322,9 +322,12 @@ class FuzzedEngine:
         self._patch = patch
         self._model = model
         self._adapters = adapters
-        self._num_device = rng.choice([15, 18, 24, 36])  # 15: the longest request alone
-        self._num_host = rng.choice([0, 3, 10, 24, 24, 80, 80])
-        self.store = self._new_store(folder) if self._num_host and rng.random() < 0.75 else None
+        layout = layout_of(model, BLOCK_SIZE)
+        num_device = rng.choice([15, 18, 24, 36])  # 15: the longest request alone
+        num_host = rng.choice([0, 3, 10, 24, 24, 80, 80])
+        self._host_bytes = layout.capacity_for(num_host, rng.choice([1, 4, 20])) if num_host else 0
+        self._block_bytes = max(layout.block_bytes)
+        self.store = self._new_store(folder) if num_host and rng.random() < 0.75 else None
         self._options = {
             "by_layers": rng.random() < 0.5,
             "load": rng.choice(["always", "split", "cost"]),
@@ -333,18 +336,19 @@ class FuzzedEngine:
             "max_running": rng.choice([1, 3, 8]),
         }
         self._device = {
-            "capacity": self._num_device * BLOCK_BYTES,
+            "capacity": layout.capacity_for(num_device, rng.choice([2, 3, 8])),
             "block_size": BLOCK_SIZE,
             "partial_blocks": rng.random() < 0.7,
             "poison": rng.random() < 0.3,
         }
         if rng.random() < 0.3:
-            forgets = getattr(model.config, "sliding_window", None) is not None
-            self._device["retention_tokens"] = rng.choice([0, 32]) if forgets else 0
+            forgets = any(group.forgets for group in layout.groups)
+            self._device["retention_tokens"] = rng.choice([0, 8, 32]) if forgets else 0
         self._look_ahead = rng.choice([0.0, 0.3])
         self._max_at_once = rng.choice([2, 4, 8])
-        self._budget = rng.choice([None, None, 4 * BLOCK_BYTES])
+        self._budget = rng.choice([None, None, 4 * self._block_bytes])
         self.core = self._start()
+        self._num_slots = self.core.cache.free_slots()
 
     def run(self, num_steps: int) -> None:
         """Let so many things happen, then let all requests finish, and look at what is left."""
@@ -409,7 +413,7 @@ class FuzzedEngine:
         cache.check()
         assert not self.core.has_work
         assert cache.num_in_flight == 0, "copies are under way that nobody runs"
-        assert cache.free_slots() == [self._num_device] * len(cache.groups), "a device slot leaked"
+        assert cache.free_slots() == self._num_slots, "a device slot leaked"
         for pool in (slots.pool for slots in self._host_slots):
             assert pool.num_free == pool.num_slots, "a host slot leaked"
 
@@ -536,8 +540,8 @@ class FuzzedEngine:
         num_blocks = rng.choice([12, 40, 400])
         if rng.random() < 0.2:
             shutil.rmtree(folder, ignore_errors=True)
-            return FaultyStore(LmdbStore(folder, 400 * charged_bytes(BLOCK_BYTES)), rng, self.odds)
-        return FaultyStore(MemoryStore(num_blocks * charged_bytes(BLOCK_BYTES)), rng, self.odds)
+            return FaultyStore(LmdbStore(folder, 400 * charged_bytes(self._block_bytes)), rng, self.odds)
+        return FaultyStore(MemoryStore(num_blocks * charged_bytes(self._block_bytes)), rng, self.odds)
 
     def _start(self) -> EngineCore:
         """An engine whose lanes, clock and disk are this run's."""
@@ -559,7 +563,7 @@ class FuzzedEngine:
         self._patch.setattr(LayerGate, "wait", self._waiting())
         tables = {
             "device": self._device,
-            "host": {"capacity": self._num_host * BLOCK_BYTES},
+            "host": {"capacity": self._host_bytes},
             "scheduler": self._options,
             "lora": {name: {"path": str(folder)} for name, folder in self._adapters.items()},
         }
@@ -592,7 +596,7 @@ class FuzzedEngine:
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
         self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
-            max_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
+            max_bytes = int(self._look_ahead * self._host_bytes)
             look_ahead = LookAhead(cache, self._timed_pins, lambda: max_bytes, lasts_s=5.0)
         return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead, trails=trails)  # type: ignore[arg-type]
 

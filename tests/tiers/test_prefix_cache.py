@@ -1899,3 +1899,34 @@ def test_a_few_blocks_that_only_host_memory_has_are_found_in_a_long_prompt(with_
 
     assert len(places) == len(names)
     assert np.flatnonzero(places != ON_DISK).tolist() == [20, 21]
+
+
+# --- recurrent states
+
+
+def test_a_state_at_the_end_of_the_last_block_stays_until_the_next_block_is_full() -> None:
+    desk = Desk(FULL_AND_STATE, num_slots=20, retention_tokens=0)
+    reader = desk.enter(text(1, 40))
+    held = []
+
+    for num_tokens in (1, 8, 8, 8):
+        desk.answer(reader, text(2, num_tokens))
+        desk.cache.forget_read(reader.tables, reader.num_computed)
+        held.append([block_id for block_id, slot in enumerate(reader.slots(1)) if slot != _])
+
+    # After 41, 49, 57 and 65 tokens: the last full block and the one after it.
+    assert held == [[2], [2, 3], [2, 3], [3, 4]]
+
+
+def test_the_state_at_the_end_of_an_answer_is_found_by_the_next_turn() -> None:
+    desk = Desk(FULL_AND_STATE, num_slots=20, retention_tokens=0)
+    reader = desk.enter(text(1, 40), stops=[32])
+    desk.answer(reader, text(2, 30))
+    before = desk.lookup([*reader.token_ids, 5]).num_tokens
+
+    desk.cache.commit_state(reader.tables, reader.chain, reader.num_computed)
+    desk.leave(reader)
+
+    assert (before, desk.lookup([*reader.token_ids, 5]).num_tokens) == (32, 64)
+    other = desk.enter([*reader.token_ids, 5])
+    assert other.promotion.num_tokens == 64

@@ -65,9 +65,10 @@ class HostSpill:
         self,
         residency: Residency,
         transfers: TransferEngine,
-        window: CleanAhead,
+        windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
+        """Create a spill without copies. *windows* has the window of each attention group."""
         self._groups = residency.groups
         self._lower = residency.lower
         self._has_disk = self._lower.status.spill_progress().has_target
@@ -77,7 +78,7 @@ class HostSpill:
             for group in self._groups
         }
         self._transfers = transfers
-        self._window = window
+        self._windows = windows
         self._log = residency.spills
         self._clock = clock
         self.copies = Copies[HostBatch](Route.DEVICE_TO_HOST, transfers, MAX_IN_FLIGHT, clock)
@@ -91,10 +92,11 @@ class HostSpill:
         plus this number. While blocks are copied to the device over the same bus, half the depth is used. Without a
         disk, the window has at most as many blocks as host memory can hold.
         """
-        ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
-        if not is_bus_free:
-            ahead = -(-ahead // 2)
+        is_bus_free = not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         for group, wanted in zip(self._groups, demand, strict=True):
+            ahead = self._windows[group.id].depth
+            if not is_bus_free:
+                ahead = -(-ahead // 2)
             limit = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
             window = min(ahead + wanted + group.pool.num_reserved, limit)
             # Copy up to a batch before it is due. So the window stays clean until a whole batch is due again.
@@ -210,7 +212,7 @@ class HostSpill:
         if transfer.error is not None:
             self._end(batch, transfer.error)
             return
-        self._window.on_spilled(self._clock() - batch.submitted_at)
+        self._windows[batch.group.id].on_spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
         self._lower.publish(batch.group.id, batch.lower_slots, batch.rows, transfer.result, batch.owners)
         batch.group.slots.dirty.remove(batch.source_slots)

@@ -20,6 +20,18 @@ class GroupGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGeometry:
+    """Geometry of the group of a model's recurrent and convolution states. *kind* identifies the group's kind.
+
+    *tensors* are the states of one request in the order in which a slot holds them, each as (layer id, "recurrent" or
+    "convolution", index among the layer's states of this kind, shape, dtype).
+    """
+
+    kind: str
+    tensors: tuple[tuple[int, str, int, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """Identity of a model's KV cache. Every key on disk begins with its `digest`."""
 
@@ -27,7 +39,7 @@ class Namespace:
     config_digest: str  # of settings that are not in the weights, such as rotary embedding, norms and activations
     weights_digest: str
     dtype: str
-    geometry: tuple[GroupGeometry, ...]
+    geometry: tuple[GroupGeometry | StateGeometry, ...]
     block_size: int
     hash_algorithm: str
     hash_seed: str

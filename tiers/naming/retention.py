@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
-from kvtier.tiers.naming.groups import AttentionGroup, alignment
+from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,25 @@ class Retention:
                 f"retention: an interval of {self.interval_tokens} tokens has no effect, because no group forgets: "
                 "every layer attends to all tokens; remove it"
             )
+
+    def next_end(self, num_tokens: int, boundaries: Sequence[int]) -> int | None:
+        """Return the next position after the first *num_tokens* tokens at which a recurrent state is kept, or None.
+
+        A state exists only at the end of a chunk, so a chunk of the prefill should not pass such a position.
+        *boundaries* are as in `kept`. Returns None if every chunk may end anywhere: if no group keeps states, or if a
+        state is kept wherever there is one and *boundaries* have been passed.
+        """
+        if not self._has_states:
+            return None
+        unit = alignment(self.groups)
+        ends = [end for boundary in boundaries if (end := boundary // unit * unit) > num_tokens]
+        if self.interval_tokens:
+            ends.append((num_tokens // self.interval_tokens + 1) * self.interval_tokens)
+        return min(ends, default=None)
+
+    @property
+    def _has_states(self) -> bool:
+        return any(isinstance(group, RecurrentState) for group in self.groups)
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
         """Return which of the group's blocks *start_block* to *end_block* - 1 should be findable by later prompts.

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.copies import CleanAhead
 from kvtier.tiers.lower.lower_tiers import ON_REMOTE, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import alignment, longest_hit
@@ -297,20 +298,25 @@ class Promoter:
 
     A promotion first leases its blocks on the device and in host memory. Blocks that are not on the device wait in a
     backlog until they are copied (`Uploads`). To free a slot, a clean block is evicted rather than a dirty one, which
-    has no copy in a lower tier. The *window* of some methods limits the search for a clean block. Owned by the cache's
-    thread.
+    has no copy in a lower tier. Owned by the cache's thread.
     """
 
     def __init__(
         self,
         residency: Residency,
         transfers: TransferEngine,
+        windows: Sequence[CleanAhead],
         clock: Callable[[], float],
         by_layers: bool,
     ) -> None:
+        """Create a promoter without promotions.
+
+        *windows* limits for each group the search for clean blocks to evict; see `GroupSlots.take`.
+        """
         self._residency = residency
         self._groups = residency.groups
         self._attentions = [group.attention for group in residency.groups]
+        self._windows = windows
         self._clock = clock
         self._by_layers = by_layers
         self._uploads = Uploads(residency, transfers, self._on_resolved, clock)
@@ -327,7 +333,7 @@ class Promoter:
         """Number of promotions that are not done."""
         return len(self._waiting)
 
-    def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
+    def promote(self, hit: Hit, deadline: float | None = None) -> Promotion:
         """Start to load the hit. The promotion is done at once if all its blocks are on the device.
 
         At *deadline*, the promotion ends without the blocks that have not arrived.
@@ -355,9 +361,9 @@ class Promoter:
             if self._by_layers and is_all_to_come and all((places >= 0).all() for places in below):
                 self._kept_back[promotion] = []
         if hit.partial is not None:
-            self._copy_partial(promotion, hit.partial, window)
+            self._copy_partial(promotion, hit.partial)
         if promotion in self._waiting:
-            self.pump(window)
+            self.pump()
         self._finish_if_arrived(promotion)
         return promotion
 
@@ -373,14 +379,11 @@ class Promoter:
             self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 
-    def pump(self, window: int) -> None:
-        """Start to load queued blocks to the device, and end promotions whose deadline has passed.
-
-        *window* limits the search for clean blocks to evict; see `GroupSlots.take`.
-        """
+    def pump(self) -> None:
+        """Start to load queued blocks to the device, and end promotions whose deadline has passed."""
         self._residency.lower.poll()
         if self._waiting:
-            self._start_more(window)
+            self._start_more()
         self._uploads.pump()
         self._refreshes.go_on()
         if not self._waiting:
@@ -474,7 +477,7 @@ class Promoter:
             missing.append(absent)
         return missing
 
-    def _copy_partial(self, promotion: Promotion, partial: PartialHit, window: int) -> None:
+    def _copy_partial(self, promotion: Promotion, partial: PartialHit) -> None:
         """Copy the block of a partial hit into a new slot of the request, in all groups or in none.
 
         The copy runs on the compute stream, after the kernels that wrote the block and before those that continue it.
@@ -486,7 +489,7 @@ class Promoter:
             group.pool.lend([source])
         if all(group.pool.num_free > 0 for group in self._groups):
             for group, source in sources:
-                target = group.slots.take(1, window)
+                target = group.slots.take(1, self._windows[group.id].num_blocks)
                 assert target is not None, "fewer free slots than a moment ago"
                 group.memory.copy(source, target[0])
                 promotion.tables[group.id].append(target[0])
@@ -498,7 +501,7 @@ class Promoter:
                 if group.pool.is_free(source):
                     group.slots.evict([source], EvictionCause.SUPERSEDED)
 
-    def _start_more(self, window: int) -> None:
+    def _start_more(self) -> None:
         """Start to load queued blocks, those of the oldest promotion first."""
         num_left = PART
         for promotion in self._backlogs:
@@ -506,7 +509,7 @@ class Promoter:
                 limit = num_left
                 if promotion not in self._kept_back:
                     limit = min(limit, MAX_IN_FLIGHT - len(promotion.waiting))
-                num_started = self._start_part(promotion, limit, window) if limit > 0 else 0
+                num_started = self._start_part(promotion, limit) if limit > 0 else 0
                 if not num_started:
                     break
                 num_left -= num_started
@@ -519,7 +522,7 @@ class Promoter:
             else:
                 del self._kept_back[promotion]
 
-    def _start_part(self, promotion: Promotion, limit: int, window: int) -> int:
+    def _start_part(self, promotion: Promotion, limit: int) -> int:
         """Start to load up to *limit* of the promotion's queued blocks; return how many blocks left the queue."""
         group, ids = self._backlogs.first(promotion, limit)
         names = names_of(promotion.chain, group.attention, ids)
@@ -530,7 +533,7 @@ class Promoter:
         if group.pool.num_free < 0:  # spills lease some of the reserved slots for a short time
             return 0
         sources, wanted = self._backlogs.take(promotion, group, ids)
-        taken = group.slots.take(len(ids), window)
+        taken = group.slots.take(len(ids), self._windows[group.id].num_blocks)
         assert taken is not None, "fewer slots are free than were reserved"
         uploads = self._uploads.start(group, names, taken.tolist(), sources)
         for waiter, is_wanted in wanted:

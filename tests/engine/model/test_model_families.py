@@ -134,8 +134,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({"n_layer": 2, "n_head": 4}, "0 of its 2 layers call the attention function"),
     "Doge": ({"keep_window_size": 2048}, "attention mask of its own"),
-    "FalconH1": ({}, "layer 0 keeps a state other than keys and values"),
-    "Mamba": ({}, "layer 0 keeps a state other than keys and values"),
+    "Mamba": ({}, "does not compute a prompt in several chunks correctly"),
     "RecurrentGemma": ({}, "of its 2 layers call"),
 }
 

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.slot_demand import SlotDemand, max_blocks
+from kvtier.engine.scheduling.slot_demand import SlotDemand, longest_request, max_blocks
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.up.promotion import Hit
@@ -41,11 +41,20 @@ def test_the_most_blocks_are_those_of_the_worst_start() -> None:
 
     for _ in range(500):
         size, num_tokens, chunk = rng.choice([1, 3, 4, 12, 16]), rng.randint(1, 500), rng.randint(1, 120)
-        group = rng.choice(
-            [SlidingWindow(size, rng.randint(1, 80)), ChunkedLocal(size, rng.randint(1, 90)), RecurrentState(size)]
-        )
+        group = rng.choice([SlidingWindow(size, rng.randint(1, 80)), ChunkedLocal(size, rng.randint(1, 90))])
         held = [-(-min(start + chunk, num_tokens) // size) - group.first_needed(start) for start in range(num_tokens)]
         assert max_blocks((group,), num_tokens, chunk) == [max(held)], (group, num_tokens, chunk)
+
+
+def test_of_recurrent_states_a_request_holds_two() -> None:
+    assert [max_blocks((RecurrentState(16),), num_tokens, 512)[0] for num_tokens in (1, 16, 17, 100_000)] == [
+        1,
+        1,
+        2,
+        2,
+    ]
+    assert longest_request((FullAttention(16), RecurrentState(16)), (100, 2), 512, None) == 1600
+    assert longest_request((FullAttention(16), RecurrentState(16)), (100, 1), 512, None) == 16
 
 
 @pytest.mark.parametrize("group", [SlidingWindow(16, 1024), ChunkedLocal(16, 8192), RecurrentState(16)])

@@ -337,3 +337,26 @@ def test_an_interval_is_for_models_that_forget() -> None:
 @pytest.mark.parametrize("interval_tokens", [None, 0])
 def test_models_that_never_forget_name_every_block(interval_tokens: int | None) -> None:
     assert Retention([FullAttention(16)], interval_tokens).kept(FullAttention(16), 2, 9, [40]) == [range(2, 9)]
+
+
+def test_a_chunk_ends_where_the_next_state_is_kept() -> None:
+    with_states, without = Retention(FULL_AND_STATE, 128), Retention([FullAttention(16), SlidingWindow(16, 64)], 128)
+
+    assert [with_states.next_end(num, [100, 311]) for num in (0, 95, 96, 128, 250, 256, 304, 383)] == [
+        96,
+        96,
+        128,
+        256,
+        256,
+        304,
+        384,
+        384,
+    ]
+    assert without.next_end(0, [100, 311]) is None
+
+
+def test_without_an_interval_a_chunk_ends_at_the_boundaries_alone() -> None:
+    at_ends, everywhere = Retention(FULL_AND_STATE, 0), Retention(FULL_AND_STATE)
+
+    for retention in (at_ends, everywhere):
+        assert [retention.next_end(num, [15, 100]) for num in (0, 95, 96)] == [96, 96, None]

@@ -1,0 +1,184 @@
+"""Models with recurrent states in the whole engine: the same tokens from every tier, and where states are kept."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_sidecar import started_sidecar
+from equal_answers import BLOCK_SIZE, GREEDY, NUM_NEW, NUM_TOKENS, READ_TIMEOUT_S, prompt_of, push_down
+from small_models import byte_tokenizer, plain_greedy
+from state_models import FAMILIES, build_states
+from transformers import PreTrainedModel
+from waiting import wait_for
+
+from kvtier import LLM, SamplingParams
+from kvtier.engine.model.paged_layout import layout_of
+from kvtier.tiers.naming.tier import Tier
+
+# One of each kind: linear attention; a state beside attention in each layer; no attention; one shared attention module.
+QUICK = ["Qwen3_5Text", "FalconH1", "Mamba2", "Zamba2"]
+OTHERS = [pytest.param(family, marks=pytest.mark.long) for family in FAMILIES if family not in QUICK]
+PROMPT_END = (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+CHUNK = 64
+
+
+def configuration(
+    model: PreTrainedModel, folder: Path, num_blocks: int = 40, num_states: int = 4, **device: Any
+) -> dict[str, Any]:
+    layout = layout_of(model, BLOCK_SIZE)
+    return {
+        "device": {"capacity": layout.capacity_for(num_blocks, num_states), "block_size": BLOCK_SIZE, **device},
+        "host": {"capacity": layout.capacity_for(num_blocks + 20, num_states + 2)},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": READ_TIMEOUT_S},
+        "scheduler": {"prefill_chunk": CHUNK, "token_budget": 2 * CHUNK, "load": "always"},
+    }
+
+
+def on_device(llm: LLM, prompt: list[int]) -> int:
+    """Tokens that a request with this prompt finds on the device."""
+    return llm.generate(prompt, SamplingParams(max_tokens=1))[0].tokens.device
+
+
+@pytest.mark.parametrize("family", [*QUICK, *OTHERS])
+def test_greedy_tokens_are_the_same_cold_and_from_every_tier(family: str, tmp_path: Path) -> None:
+    model = build_states(family)
+    prompt = prompt_of(1)
+    expected = plain_greedy(model, prompt, NUM_NEW)
+    config = configuration(model, tmp_path)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        cold = llm.generate(prompt, GREEDY)[0]
+        from_device = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.DEVICE)
+        from_below = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.HOST)
+        from_disk = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+    with LLM(model, config, byte_tokenizer()) as llm:
+        restarted = llm.generate(prompt, GREEDY)[0]
+
+    answers = [cold, from_device, from_below, from_disk, restarted]
+    assert [done.token_ids for done in answers] == [expected] * 5
+    assert (cold.tokens.recomputed, from_device.tokens.device) == (NUM_TOKENS, PROMPT_END)
+    assert from_below.tokens.host + from_below.tokens.disk > 0
+    assert from_disk.tokens.disk > 0
+    assert restarted.tokens.disk == PROMPT_END
+    for done in answers[1:]:
+        assert done.tokens.recomputed == NUM_TOKENS - PROMPT_END
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", QUICK)
+def test_a_batch_in_a_tiny_pool_gives_the_tokens_of_single_requests(family: str, tmp_path: Path) -> None:
+    """Three states fit: requests wait for each other, or are preempted and resume."""
+    model = build_states(family)
+    prompts = [prompt_of(seed, num_tokens) for seed, num_tokens in enumerate((300, 211, 64, 299, 33, 160))]
+    expected = [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    config = configuration(model, tmp_path, num_blocks=22, num_states=3, poison=True)
+    layout = layout_of(model, BLOCK_SIZE)
+    config["device"]["capacity"] = 22 * layout.token_block_bytes + 3 * layout.states.slot_bytes
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        for _ in range(2):
+            done = llm.generate(prompts, GREEDY)
+            assert [answer.token_ids for answer in done] == expected
+        llm.check()
+
+
+def test_a_request_holds_two_states_at_most(tmp_path: Path) -> None:
+    model = build_states("Qwen3_5Text")
+    prompt = prompt_of(1)
+    layout = layout_of(model, BLOCK_SIZE)
+    config = configuration(model, tmp_path, retention_tokens=CHUNK)
+    del config["disk"]
+    config["host"]["capacity"] = 0  # so that no copy holds a lease after the answer
+    config["device"]["capacity"] = 22 * layout.token_block_bytes + 2 * layout.states.slot_bytes
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        assert llm.core.cache.free_slots()[-1] == 2
+        answer = llm.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))[0]
+        assert llm.core.cache.free_slots()[-1] == 2
+
+    assert answer.token_ids == plain_greedy(model, prompt, 40)
+
+
+def test_states_are_kept_at_the_interval_and_at_the_end_of_a_prompt(tmp_path: Path) -> None:
+    """By default the interval of this model is 512; a state is kept nowhere else, so there is nothing to resume at."""
+    model = build_states("Qwen3_5Text")
+    prompt = prompt_of(1, 1100)
+    other = random.Random(9).randrange(256)
+
+    with LLM(model, configuration(model, tmp_path, 200, 12), byte_tokenizer()) as llm:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+        found = {num: on_device(llm, [*prompt[:num], other]) for num in (500, 520, 1030, 1099)}
+        again = on_device(llm, prompt)
+
+    assert found == {500: 0, 520: 512, 1030: 1024, 1099: 1088}
+    assert again == 1088
+
+
+def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) -> None:
+    model = build_states("FalconH1")
+    document = prompt_of(1, 200)
+    questions = [prompt_of(seed, 30) for seed in (2, 3, 4)]
+    expected = [plain_greedy(model, document + question, NUM_NEW) for question in questions]
+
+    with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
+        done = [llm.generate(document + question, GREEDY)[0] for question in questions]
+
+    assert [answer.token_ids for answer in done] == expected
+    assert [answer.tokens.device for answer in done] == [0, 0, 192]
+
+
+def test_the_next_turn_of_a_chat_resumes_at_the_end_of_the_answer(tmp_path: Path) -> None:
+    model = build_states("Qwen3_5Text")
+    prompt = prompt_of(1, 100)
+
+    with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
+        answer = llm.generate(prompt, SamplingParams(max_tokens=50, ignore_eos=True))[0]
+        turn = [*prompt, *answer.token_ids, *prompt_of(2, 20)]
+        next_answer = llm.generate(turn, GREEDY)[0]
+
+    # 149 tokens were computed, because the last one is only sampled.
+    assert next_answer.tokens.device == 144
+    assert next_answer.token_ids == plain_greedy(model, turn, NUM_NEW)
+
+
+def test_a_lossy_codec_is_refused_because_states_have_several_dtypes(tmp_path: Path) -> None:
+    model = build_states("Qwen3_5Text")
+    config = configuration(model, tmp_path)
+    config["disk"]["codec"] = "fp8"
+
+    with pytest.raises(ValueError, match=r'disk\.codec "fp8" cannot round recurrent states'):
+        LLM(model, config, byte_tokenizer())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", QUICK)
+def test_a_second_engine_finds_the_states_in_a_sidecar(family: str, tmp_path: Path) -> None:
+    model = build_states(family)
+    prompt = prompt_of(1)
+    socket = str(tmp_path / "own.sock")
+    config = {**configuration(model, tmp_path), "sidecar": f"unix://{socket}"}
+    del config["host"], config["disk"]
+
+    with (
+        started_sidecar(tmp_path, socket),
+        LLM(model, config, byte_tokenizer()) as first,
+        LLM(model, config, byte_tokenizer()) as second,
+    ):
+        expected = first.generate(prompt, GREEDY)[0]
+
+        def is_found() -> bool:
+            for llm in (first, second):
+                llm.statistics()
+            return second.where(prompt)["nowhere"] <= NUM_TOKENS - PROMPT_END
+
+        first.core.share()
+        wait_for(is_found)
+        done = second.generate(prompt, GREEDY)[0]
+        second.check()
+
+    assert done.token_ids == expected.token_ids == plain_greedy(model, prompt, NUM_NEW)
+    assert done.tokens.host == PROMPT_END
