@@ -81,6 +81,7 @@ RESULTS = [
     Result("sampling", "bench.engine.sampling", needs=[Need.HISTORY]),
     Result("structured_output", "bench.engine.structured_output"),
     Result("latent", "bench.engine.latent"),
+    Result("hybrid_documents", "bench.engine.hybrid_documents"),
     Result("lora", "bench.engine.lora"),
     Result("paged_attention", "bench.engine.paged_attention", needs=[Need.CUDA]),
     Result("load_or_recompute", "bench.engine.load_or_recompute", reads_trace=True),
