@@ -3463,6 +3463,20 @@ BUGS = [
         "tests/connectors/test_vllm_failed_loads.py",
     ),
     Bug(
+        "a rank below vLLM loads another rank's pages where only some ranks hold equal ones",
+        "connectors/vllm_connector/engine_layout.py",
+        "        start = rank // self.num_replicas * self.rank_bytes\n",
+        "        start = rank % self.num_replicas * self.rank_bytes\n",
+        "tests/connectors/test_vllm_scheduler_side.py",
+    ),
+    Bug(
+        "a hit ends with a drafter's block whose last bytes belong to another token",
+        "connectors/vllm_connector/scheduler_side.py",
+        "            limit = max(0, found - self._groups[group_id].block_size)\n",
+        "            limit = found\n",
+        "tests/connectors/test_vllm_drafters.py",
+    ),
+    Bug(
         "what was computed from pages that were not loaded is stored with the next step",
         "connectors/vllm_connector/scheduler_side.py",
         "            num_tokens = each.placement.limit(each.num_tokens)\n",
@@ -4291,7 +4305,7 @@ BUGS = [
     Bug(
         "ranks of vLLM's write over each other's part of a slot",
         "connectors/vllm_connector/pages.py",
-        "rank * layout.rank_bytes",
+        "layout.part_of(rank).start",
         "0",
         "tests/connectors/test_vllm_pages.py",
     ),

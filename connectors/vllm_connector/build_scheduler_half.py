@@ -110,6 +110,7 @@ def build_scheduler_half(
         num_workers=vllm_config.parallel_config.tensor_parallel_size,
         max_stored=max_stored,
         deadline_s=settings.deadline_ms / 1e3,
+        depend_on_next=[group_id for group_id, layout in enumerate(layouts) if layout.depends_on_next],
     )
 
     def end_threads() -> None:

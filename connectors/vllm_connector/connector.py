@@ -1,11 +1,13 @@
 """`KVTierConnector`: the KV connector class that vLLM instantiates in its scheduler and in each worker."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -32,6 +34,9 @@ from kvtier.tiers.naming.tier import Tier
 
 KVConnectorMetadata.register(StepWork)
 KVConnectorWorkerMetadata.register(WorkerReport)
+with suppress(ValueError):  # it is registered already
+    # vLLM's `MultiConnector` looks up a connector's statistics by the name of its class.
+    KVConnectorFactory.register_connector("KVTierConnector", "kvtier.connectors.vllm", "KVTierConnector")
 
 NOTHING_TO_DO = StepWork(0)
 SOURCES = {  # vLLM has no name for a remote tier

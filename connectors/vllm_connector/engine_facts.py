@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvtier.connectors.judged_options import read_attribute
+from kvtier.connectors.vllm_connector.drafters import drafter_facts
 from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 from kvtier.connectors.vllm_connector.options import JUDGED, length_facts
 from kvtier.engine.attached.model_files import weights_digest
@@ -24,11 +25,17 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, weights: str | None, we
     from vllm.platforms import current_platform
 
     model = vllm_config.model_config
+
+    def weights_of(config: Any) -> str:
+        is_of_model = config.model == model.model  # for example, layers for multi-token prediction (MTP)
+        return weights if weights and is_of_model else _weights(config, weights_key)
+
     return {
         **JUDGED.values(lambda path: read_attribute(vllm_config, path)),
         **length_facts(model),
         "vllm": vllm_version,  # kernels of another version may lay out a block's bytes in another order
-        "weights": weights or _weights(model, weights_key),
+        **drafter_facts(vllm_config, weights_of),
+        "weights": weights_of(model),
         "config": model.hf_config.to_json_string(use_diff=False),
         "hash_tokens": kv_cache_config.hash_block_size,
         "kv_cache_layout": str(kv_cache_config.kv_cache_layout),

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
@@ -26,13 +26,19 @@ class GroupLayout:
     """The layout of the blocks of one of vLLM's KV cache groups.
 
     A host slot holds one block: first the parts (pages) of all layers on rank 0, in the order of *layer_names*, then
-    those on rank 1, and so on.
+    those on rank 1, and so on. If *num_replicas* consecutive ranks hold equal pages, as with latent attention (MLA),
+    the slot has the pages of the first of these ranks only.
+
+    If *depends_on_next* is True, the group has a drafter's layers, whose bytes at the end of a block depend on the
+    token after the block.
     """
 
     attention: AttentionGroup
     layer_names: tuple[str, ...]
     page_bytes: tuple[int, ...]  # size of each layer's page on one rank
     num_ranks: int
+    depends_on_next: bool = False
+    num_replicas: int = 1
 
     @property
     def rank_bytes(self) -> int:
@@ -41,17 +47,22 @@ class GroupLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Number of bytes of a block on all ranks."""
-        return self.rank_bytes * self.num_ranks
+        """Number of bytes of a block on all ranks, equal pages counted once."""
+        return self.rank_bytes * self.num_ranks // self.num_replicas
+
+    def part_of(self, rank: int) -> slice:
+        """Return the bytes of a host slot that have the pages of *rank*."""
+        start = rank // self.num_replicas * self.rank_bytes
+        return slice(start, start + self.rank_bytes)
+
+    def is_stored_by(self, rank: int) -> bool:
+        """Return whether *rank* stores its pages. All ranks load theirs."""
+        return rank % self.num_replicas == 0
 
 
 def _sliding(spec: Any) -> AttentionGroup:
-    if spec.extra_retained_tokens:
-        raise UnsupportedEngine(
-            "the connector does not serve sliding-window layers that keep extra tokens for a draft model; "
-            "start vLLM without --speculative-config"
-        )
-    return SlidingWindow(spec.block_size, spec.sliding_window)
+    # vLLM keeps the extra tokens for a drafter, and loads them with the window.
+    return SlidingWindow(spec.block_size, spec.sliding_window + spec.extra_retained_tokens)
 
 
 def _recurrent_state(spec: Any) -> AttentionGroup:
@@ -87,6 +98,14 @@ def _page_bytes(spec: Any) -> int:
     return int(spec.page_size_bytes)
 
 
+def _replicas(spec: Any, num_ranks: int) -> int:
+    """Return how many consecutive ranks hold equal pages of a layer."""
+    if getattr(spec, "tp_replicated", False):  # a recurrent state that every rank computes
+        return num_ranks
+    num_parts = getattr(spec, "max_tp_shards", None)  # None if there are no fewer heads than ranks
+    return max(1, num_ranks // num_parts) if num_parts else 1
+
+
 def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
     """Return the layouts of vLLM's groups, in vLLM's order.
 
@@ -109,7 +128,10 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
                 "vLLM without the connector"
             )
         page_bytes = tuple(map(_page_bytes, specs))
-        layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))
+        depends_on_next = bool(getattr(group, "is_eagle_group", False))
+        num_replicas = gcd(num_ranks, *(_replicas(spec, num_ranks) for spec in specs))
+        names = tuple(group.layer_names)
+        layouts.append(GroupLayout(attentions.pop(), names, page_bytes, num_ranks, depends_on_next, num_replicas))
     if not layouts:
         raise UnsupportedEngine("the model has no KV cache; start vLLM without the connector")
     return layouts
@@ -118,7 +140,10 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
 def namespace_of(facts: Mapping[str, object], groups: Sequence[GroupLayout], specs: Sequence[object]) -> bytes:
     """Return an engine's namespace: a 16-byte digest of *facts*, *groups* and vLLM's *specs* of the groups."""
     shapes = [
-        [type(group.attention).__name__, repr(group.attention), group.layer_names, group.page_bytes, group.num_ranks]
+        [
+            *(type(group.attention).__name__, repr(group.attention), group.layer_names, group.page_bytes),
+            *((group.num_ranks, group.num_replicas) if group.num_replicas > 1 else (group.num_ranks,)),
+        ]
         for group in groups
     ]
     everything = {**facts, "version": VERSION, "groups": shapes, "specs": [_ADDRESS.sub("", repr(s)) for s in specs]}

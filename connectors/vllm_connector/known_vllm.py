@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from kvtier.connectors.vllm_connector.drafters import check_drafter
 from kvtier.connectors.vllm_connector.engine_layout import UnsupportedEngine
 
 TESTED = ("0.32",)  # with the real engine: tests/connectors/test_vllm_connector.py
@@ -33,10 +34,7 @@ def check_engine(base: type, vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedEngine(f"the connector does not serve {name} above 1; set it to 1")
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        raise UnsupportedEngine(
-            "the connector does not serve speculative decoding; start vLLM without --speculative-config"
-        )
+    check_drafter(vllm_config)
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise UnsupportedEngine('the connector both stores and loads blocks; set "kv_role":"kv_both"')
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

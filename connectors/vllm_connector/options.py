@@ -113,6 +113,7 @@ JUDGED = ClassifiedOptions(
         ],
         "the platform, its device and instructions": ["device_config.*"],
         "blocks' names, which include a digest of the adapter": ["lora_config.default_mm_loras"],
+        "the drafter's method, weights, configuration and type, if it has layers": ["speculative_config.*"],
     },
     harmless={
         "the prompt's tokens, which are part of its blocks' names": [
@@ -284,10 +285,7 @@ JUDGED = ClassifiedOptions(
             "load_config.use_tqdm_on_load",
             "load_config.pt_load_map_location",
         ],
-        "speculative decoding, which the connector refuses": [
-            "speculative_config.*",
-            "model_config.spec_target_max_model_len",
-        ],
+        "how long a drafter's target may be": ["model_config.spec_target_max_model_len"],
         "the transfer of updated weights, which is followed by a reset": ["weight_transfer_config.*"],
         "the connector's own options": ["kv_transfer_config.*"],
         "observability, events and shutdown": [

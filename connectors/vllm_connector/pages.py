@@ -91,7 +91,7 @@ def group_pages(layout: GroupLayout, kv_caches: Mapping[str, Any], num_pages: in
 
     *kv_caches* has vLLM's tensors by layer. The first dimension of each tensor is *num_pages* or a multiple of it.
     """
-    layers, end = [], rank * layout.rank_bytes
+    layers, end = [], layout.part_of(rank).start
     for name, page_bytes in zip(layout.layer_names, layout.page_bytes, strict=True):
         start, end = end, end + page_bytes
         if not isinstance(kv_caches.get(name), torch.Tensor):

@@ -102,13 +102,15 @@ class SchedulerSide:
         num_workers: int,
         max_stored: Sequence[int],
         deadline_s: float,
+        depend_on_next: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the scheduler side without requests.
 
         *segment* returns the segment that workers must map, given the boot id of a sidecar process. *hash_tokens* is
         the number of tokens per vLLM block hash. *max_stored* is the maximum number of blocks stored per step, by
-        group. *deadline_s* is the maximum time that a request waits for its prefix.
+        group. *deadline_s* is the maximum time that a request waits for its prefix. *depend_on_next* has the groups
+        with a drafter's layers, see `GroupLayout`.
         """
         self.counts = Counts()
         self._tiers = tiers
@@ -121,6 +123,7 @@ class SchedulerSide:
         self._num_workers = num_workers
         self._max_stored = max_stored
         self._deadline_s = deadline_s
+        self._depend_on_next = depend_on_next
         self._clock = clock
         self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
         self._stores = Stores(tiers, groups, memories, digests, num_workers, self._on_stored, self._on_failed)
@@ -409,6 +412,10 @@ class SchedulerSide:
             return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
 
         limit = min([limit, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
+        for group_id in self._depend_on_next:
+            # The name of the block after a drafter's block covers the token on which the drafter's block depends.
+            found = longest_hit(limit, self._groups, first_hole, [group_id])
+            limit = max(0, found - self._groups[group_id].block_size)
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:

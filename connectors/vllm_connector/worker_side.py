@@ -71,14 +71,15 @@ class WorkerSide:
         those of earlier steps are completed first.
         """
         self._stored_step = work.number
-        are_late = [copies.is_late and self._is_in_cpu_memory(copies.group_id) for copies in work.stores]
+        stores = [copies for copies in work.stores if self._layouts[copies.group_id].is_stored_by(self._rank)]
+        are_late = [copies.is_late and self._is_in_cpu_memory(copies.group_id) for copies in stores]
         if any(are_late) or work.ends_late_stores:
             self._late_stores.end()
         if not work.stores:
             return
         later, has_failed = list[Callable[[], None]](), True
         try:
-            for copies, is_late in zip(work.stores, are_late, strict=True):
+            for copies, is_late in zip(stores, are_late, strict=True):
                 pages, slots = self._pages[copies.group_id], self._segment.slots(copies.group_id)
                 if not is_late:
                     pages.store(copies.pages, copies.slots, slots)

@@ -275,6 +275,32 @@ def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(
     assert sorted(reasons) == sorted(Unstored)
 
 
+def test_vllms_multi_connector_loads_from_the_sidecar_and_tells_what_it_has_loaded(
+    sidecar: OwnSidecar, model: Path, tmp_path: Path
+) -> None:
+    one = prompt(8)
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector_config(sidecar.socket, deadline_ms=20_000), other]},
+    }
+    with VllmServer(PYTHON, model, both) as first:
+        cold = first.complete(one)
+        first.stop()
+    with VllmServer(PYTHON, model, both) as second:
+        again = second.complete(one)
+        metrics = second.metrics()
+
+    assert cold["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+    (loaded,) = re.findall(r"^kvtier_vllm_host_tokens_total{.*} (.*)$", metrics, re.M)
+    assert float(loaded) == 8 * BLOCK
+
+
 def test_weights_that_are_updated_in_place_are_apart_from_those_of_other_engines(
     sidecar: OwnSidecar, model: Path, tmp_path: Path
 ) -> None:

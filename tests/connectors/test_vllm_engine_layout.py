@@ -18,6 +18,7 @@ from kvtier.tiers.naming.groups import ChunkedLocal, FullAttention, RecurrentSta
 class FullAttentionSpec:
     block_size: int = 16
     page_size_bytes: int = 1024
+    max_tp_shards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class MambaSpec:
     shapes: tuple[tuple[int, ...], ...] = ((3, 20), (4, 4, 8))
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     mamba_cache_mode: str = "align"
+    tp_replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class UniformTypeKVCacheSpecs:
 class Group:
     kv_cache_spec: Any
     layer_names: list[str] = field(default_factory=lambda: ["a", "b"])
+    is_eagle_group: bool = False
 
 
 @dataclass
@@ -82,6 +85,37 @@ def test_each_kind_of_group_needs_what_its_layers_read() -> None:
     ]
     assert [layout.block_bytes for layout in layouts] == [4096] * 3
     assert layouts[0].rank_bytes == 2048
+
+
+@pytest.mark.parametrize(
+    ("shards", "num_ranks", "replicas"), [(1, 4, 4), (2, 4, 2), (8, 4, 1), (None, 4, 1), (4, 6, 1)]
+)
+def test_pages_that_several_ranks_hold_alike_are_in_a_block_once(
+    shards: int | None, num_ranks: int, replicas: int
+) -> None:
+    (layout,) = group_layouts(Config([Group(FullAttentionSpec(max_tp_shards=shards))]), num_ranks)
+
+    assert layout.num_replicas == replicas
+    assert layout.block_bytes == 2048 * num_ranks // replicas
+    assert sum(map(layout.is_stored_by, range(num_ranks))) * layout.rank_bytes == layout.block_bytes
+
+
+def test_a_state_that_all_ranks_compute_is_in_a_block_once() -> None:
+    layouts = group_layouts(Config([Group(MambaSpec(tp_replicated=True)), Group(MambaSpec())]), num_ranks=2)
+
+    assert [layout.num_replicas for layout in layouts] == [2, 1]
+
+
+def test_a_window_keeps_the_tokens_that_a_drafter_needs_beyond_it() -> None:
+    (layout,) = group_layouts(Config([Group(SlidingWindowSpec(extra_retained_tokens=2))]), num_ranks=1)
+
+    assert layout.attention == SlidingWindow(16, 514)
+
+
+def test_a_group_with_a_drafters_layers_is_known_by_vllms_mark() -> None:
+    groups = [Group(FullAttentionSpec()), Group(FullAttentionSpec(), is_eagle_group=True)]
+
+    assert [layout.depends_on_next for layout in group_layouts(Config(groups), num_ranks=1)] == [False, True]
 
 
 def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:
@@ -107,7 +141,6 @@ def test_a_recurrent_state_is_a_block_without_vllms_padding() -> None:
             [Group(MambaSpec(mamba_cache_mode="all"))],
             'mamba_cache_mode "all".*start vLLM with --mamba-cache-mode align',
         ),
-        ([Group(SlidingWindowSpec(extra_retained_tokens=1))], "keep extra tokens"),
         ([], "no KV cache"),
         (
             [
@@ -137,6 +170,7 @@ def test_all_that_decides_a_blocks_bytes_is_in_the_namespace() -> None:
         namespace_of(facts, [GroupLayout(FullAttention(16), ("b",), (1024,), 1)], [spec]),
         namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (512,), 1)], [spec]),
         namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (1024,), 2)], [spec]),
+        namespace_of(facts, [GroupLayout(FullAttention(16), ("a",), (1024,), 2, num_replicas=2)], [spec]),
         namespace_of(facts, [GroupLayout(SlidingWindow(16, 64), ("a",), (1024,), 1)], [spec]),
         namespace_of(facts, [GroupLayout(SlidingWindow(16, 128), ("a",), (1024,), 1)], [spec]),
         namespace_of(facts, [LAYOUT], [FullAttentionSpec(page_size_bytes=1)]),
@@ -169,9 +203,18 @@ class Options:
     """A part of vLLM's configuration."""
 
     pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 2
     decode_context_parallel_size: int = 1
     kv_role: str = "kv_both"
     prefix_caching_hash_algo: str = "sha256"
+
+
+@dataclass
+class Speculation:
+    """vLLM's `SpeculativeConfig`."""
+
+    method: str
+    draft_tensor_parallel_size: int | None = None
 
 
 @dataclass
@@ -187,8 +230,9 @@ class VllmConfig:
 Known = type("Known", (), dict.fromkeys(HOOKS))
 
 
-def test_an_engine_as_it_should_be_is_served() -> None:
-    check_engine(Known, VllmConfig(), Config())
+@pytest.mark.parametrize("speculation", [None, Speculation("ngram"), Speculation("eagle", 2), Speculation("mtp")])
+def test_an_engine_as_it_should_be_is_served(speculation: Speculation | None) -> None:
+    check_engine(Known, VllmConfig(speculative_config=speculation), Config())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +241,12 @@ def test_an_engine_as_it_should_be_is_served() -> None:
         (object, VllmConfig(), "this vLLM has no build_connector_worker_meta.*tested versions: 0.32"),
         (Known, VllmConfig(parallel_config=Options(pipeline_parallel_size=2)), "pipeline parallelism"),
         (Known, VllmConfig(parallel_config=Options(decode_context_parallel_size=2)), "decode_context_parallel_size"),
-        (Known, VllmConfig(speculative_config="eagle"), "speculative decoding"),
+        (
+            Known,
+            VllmConfig(speculative_config=Speculation("medusa")),
+            'speculative decoding by "medusa"; it serves ngram',
+        ),
+        (Known, VllmConfig(speculative_config=Speculation("eagle", 1)), "only some tensor parallel ranks compute"),
         (Known, VllmConfig(kv_transfer_config=Options(kv_role="kv_producer")), '"kv_role":"kv_both"'),
         (Known, VllmConfig(cache_config=Options(prefix_caching_hash_algo="xxhash")), "use sha256 or sha256_cbor"),
     ],

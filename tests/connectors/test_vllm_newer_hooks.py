@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_bases import KVConnectorBase, OffloadingWorker, imported_with_vllm
+from vllm_bases import KVConnectorBase, KVConnectorFactory, OffloadingWorker, imported_with_vllm
 
 CONNECTORS = "kvtier.connectors"
 NUM_PAGES, PAGE_BYTES = 6, 16
@@ -58,3 +58,11 @@ def test_the_connector_says_that_it_does_not_survive_vllms_sleep(monkeypatch: py
     assert issubclass(connector, KVConnectorBase)
     assert KVConnectorBase.supports_sleep_mode({}) is True
     assert connector.supports_sleep_mode({}) is False
+
+
+def test_vllms_multi_connector_finds_the_connector_by_the_name_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "registered", {})
+    for _ in range(2):
+        imported_with_vllm(monkeypatch, f"{CONNECTORS}.vllm_connector.connector")
+
+    assert KVConnectorFactory.registered == {"KVTierConnector": ("kvtier.connectors.vllm", "KVTierConnector")}

@@ -343,6 +343,23 @@ def test_reports_of_workers_are_good_together_or_not_at_all() -> None:
     assert one.aggregate(WorkerReport(3, None)).boot is None
 
 
+@pytest.mark.parametrize(("num_workers", "num_replicas"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("groups", [FULL, HYBRID, STATES], ids=["full", "hybrid", "states"])
+def test_pages_that_several_ranks_hold_alike_are_stored_once_and_loaded_by_each(
+    groups: Sequence[AttentionGroup], num_workers: int, num_replicas: int
+) -> None:
+    """A rank that loads the pages of another one would fail the bed's look at every page of every rank."""
+    bed = ConnectorBed(groups, num_workers=num_workers, num_replicas=num_replicas)
+    prompt = bed.prompt(NUM_TOKENS)
+
+    assert bed.run(bed.request(prompt)) == 0
+    assert bed.run(bed.request(prompt)) == 40
+    assert [memory.block_bytes for memory in bed.memories] == [2 * PAGE_BYTES * num_workers // num_replicas] * len(
+        groups
+    )
+    bed.close()
+
+
 def test_slots_that_a_worker_has_filled_in_part_are_never_found() -> None:
     bed = ConnectorBed(HYBRID, num_workers=2)
     bed.run(bed.request(bed.prompt(8)))

@@ -16,6 +16,7 @@ NEEDS_AMX = pytest.mark.skipif(
     not HAS_AMX, reason="without AMX, vLLM's CPU build turns prefix caching off for latent attention"
 )
 INTERVAL = 256  # tokens: the most that may be computed again, as vLLM keeps states after whole blocks only
+IN_CHUNKS = {"dtype": "bfloat16", "max_num_batched_tokens": 512}  # so that a cold prompt reads its own cache, too
 STATE_IS_LOST = """
 from kvtier.connectors.vllm_connector.pages import CpuPages
 load = CpuPages.load
@@ -50,7 +51,7 @@ def test_a_prompt_is_loaded_after_a_reset_and_after_a_restart_of_all(
     folder: Path, sidecar: OwnSidecar, kind: str
 ) -> None:
     model, one = make_model(PYTHON, folder, kind), prompt(1)
-    with engine(model, sidecar, dtype="bfloat16") as first:
+    with engine(model, sidecar, **IN_CHUNKS) as first:
         cold = first.generate([one])
         first.reset()
         again = first.generate([one])
@@ -58,7 +59,7 @@ def test_a_prompt_is_loaded_after_a_reset_and_after_a_restart_of_all(
         other_salt = first.generate([one], salt="bob")
     assert sidecar.stop() == 0
     sidecar.start()
-    with engine(model, sidecar, dtype="bfloat16") as second:
+    with engine(model, sidecar, **IN_CHUNKS) as second:
         restarted = second.generate([one])
         counts = second.counts()
 
@@ -67,6 +68,53 @@ def test_a_prompt_is_loaded_after_a_reset_and_after_a_restart_of_all(
     assert again["tokens"] == restarted["tokens"] == other_salt["tokens"] == cold["tokens"]
     assert len(set(cold["tokens"][0])) > 2, "a model that repeats itself proves nothing"
     assert counts == {"disk_tokens": 1024}
+
+
+@NEEDS_AMX
+def test_two_ranks_store_their_equal_latents_once_and_load_them_both(
+    folder: Path, sidecar: OwnSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model, one = make_model(PYTHON, folder, "deepseek_v3"), prompt(1)
+    with engine(model, sidecar, tensor_parallel_size=2, **IN_CHUNKS) as first:
+        cold = first.generate([one])
+        first.reset()
+        again = first.generate([one])
+    assert sidecar.stop() == 0
+    sidecar.start()
+    with engine(model, sidecar, tensor_parallel_size=2, **IN_CHUNKS) as second:
+        restarted = second.generate([one])
+
+    assert (cold["scheduled"], again["scheduled"], restarted["scheduled"]) == (NUM_TOKENS, 2, 2)
+    assert again["tokens"] == restarted["tokens"] == cold["tokens"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+def test_an_engine_with_a_drafter_loads_what_it_has_computed(folder: Path, sidecar: OwnSidecar, drafter: str) -> None:
+    model, one = make_model(PYTHON, folder), prompt(1)
+    speculation: dict[str, Any] = {"method": drafter, "num_speculative_tokens": 2}
+    if drafter == "ngram":
+        speculation["prompt_lookup_max"] = 3
+    else:
+        speculation["model"] = str(make_model(PYTHON, folder, "eagle"))
+    with engine(model, sidecar) as plain:
+        expected = plain.generate([one], 40)["tokens"]
+        plain.reset_all()
+    with engine(model, sidecar, speculative_config=speculation) as first:
+        cold = first.generate([one], 40)
+        first.reset()
+        again = first.generate([one], 1)
+        counts = first.counts()
+    assert sidecar.stop() == 0
+    sidecar.start()
+    with engine(model, sidecar, speculative_config=speculation) as second:
+        restarted = second.generate([one], 40)
+
+    assert cold["tokens"] == restarted["tokens"] == expected
+    hit = 1024 if drafter == "ngram" else 1024 - 128  # of a drafter's layers, the last block is not used
+    assert (cold["cached"], again["cached"], restarted["cached"]) == ([0], [hit], [hit])
+    assert again["scheduled"] == NUM_TOKENS - hit
+    assert counts["stored_blocks"] == 8
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

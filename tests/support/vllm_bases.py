@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -68,14 +68,28 @@ class CacheHitSource(enum.Enum):
     EXTERNAL_UNSPECIFIED = 2
 
 
+class KVConnectorFactory:
+    """The connectors that vLLM knows by name."""
+
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        if name in cls.registered:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        cls.registered[name] = (module_path, class_name)
+
+
 class _Named:
     """A class of which only the name is needed."""
 
 
-V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+V1 = f"{KV_CONNECTOR}.v1"
 MODULES: dict[str, dict[str, object]] = {
     "vllm.config": {"VllmConfig": _Named},
     "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+    f"{KV_CONNECTOR}.factory": {"KVConnectorFactory": KVConnectorFactory},
     f"{V1}.base": {
         "KVConnectorBase_V1": KVConnectorBase,
         "KVConnectorMetadata": type("KVConnectorMetadata", (ABC,), {}),

@@ -140,13 +140,18 @@ class ConnectorBed:
         num_bytes: int = NUM_BYTES,
         seed: int = 0,
         num_workers: int = 1,
+        depend_on_next: Collection[int] = (),
+        num_replicas: int = 1,
     ) -> None:
+        """*num_replicas*: so many consecutive workers compute equal pages."""
+        self._depend_on_next = depend_on_next
+        self._num_replicas = num_replicas
         self.state_interval: int | None = None
         self.clock = FakeClock()
         self.rng = random.Random(seed)
         self.groups = groups
         self.layouts = [
-            GroupLayout(group, (f"g{i}.0", f"g{i}.1"), (PAGE_BYTES, PAGE_BYTES), num_workers)
+            GroupLayout(group, (f"g{i}.0", f"g{i}.1"), (PAGE_BYTES, PAGE_BYTES), num_workers, num_replicas=num_replicas)
             for i, group in enumerate(groups)
         ]
         shapes = [
@@ -194,6 +199,7 @@ class ConnectorBed:
             num_workers=len(self.rank_caches),
             max_stored=[MAX_STORED for _ in self.groups],
             deadline_s=DEADLINE_S,
+            depend_on_next=self._depend_on_next,
             clock=self.clock,
         )
         block_bytes = [each.block_bytes for each in self.layouts]
@@ -394,7 +400,7 @@ class ConnectorBed:
 
     def _is_right(self, request: FakeRequest, block: int) -> bool:
         return all(
-            bytes(caches[name][ids[block]].numpy()) == _bytes_of(request, block, name, rank)
+            bytes(caches[name][ids[block]].numpy()) == _bytes_of(request, block, name, rank // self._num_replicas)
             for rank, caches in enumerate(self.rank_caches)
             for layout, ids in zip(self.layouts, request.pages, strict=True)
             for name in (layout.layer_names if ids[block] else ())
@@ -429,7 +435,7 @@ class ConnectorBed:
             for rank, caches in enumerate(self.rank_caches):
                 for layout, ids in zip(self.layouts, request.pages, strict=True):
                     for name in layout.layer_names if ids[block] else ():
-                        content = bytearray(_bytes_of(request, block, name, rank, salt))
+                        content = bytearray(_bytes_of(request, block, name, rank // self._num_replicas, salt))
                         caches[name][ids[block]] = torch.frombuffer(content, dtype=torch.uint8)
 
     def _map(self, wanted: Segment) -> None:

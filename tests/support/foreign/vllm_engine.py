@@ -28,7 +28,7 @@ from prometheus_client import REGISTRY  # noqa: E402  # vLLM sets it up
 from prometheus_client.samples import Sample  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
 from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
@@ -80,8 +80,9 @@ class Engine:
 
         self.core.scheduler.schedule = recorded
         if transfer:
-            for connector in (self.core.scheduler.connector, get_kv_transfer_group()):
-                self.time_hooks(connector)
+            self.time_hooks(self.core.scheduler.connector)
+            if has_kv_transfer_group():  # several ranks are processes of their own
+                self.time_hooks(get_kv_transfer_group())
 
     def time_hooks(self, connector: object) -> None:
         """Have the seconds of each hook added up, by step."""

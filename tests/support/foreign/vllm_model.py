@@ -4,6 +4,7 @@
 import sys
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
@@ -23,6 +24,7 @@ from transformers import (
 
 VOCABULARY = 512
 WINDOW_TOKENS = 512
+FIRST_NORM = "layers.0.input_layernorm.weight"
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -52,6 +54,9 @@ def main(folder: str, kind: str = "llama", seed: str = "0") -> None:
     ).save_pretrained(folder)
 
     torch.manual_seed(int(seed))
+    if kind == "eagle":
+        save_eagle(folder)
+        return
     model = KINDS[kind]().to(torch.bfloat16)
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -59,6 +64,20 @@ def main(folder: str, kind: str = "llama", seed: str = "0") -> None:
                 scale = 1.0 if "embed" in name else 2.0 / weights.shape[1] ** 0.5
                 weights.copy_(torch.randn_like(weights, dtype=torch.float32) * scale)
     model.save_pretrained(folder)
+
+
+def save_eagle(folder: str) -> None:
+    """Save a drafter for "llama" as EAGLE's authors do: a layer without its first norm, and what joins its inputs."""
+    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    weights = LlamaForCausalLM(config).model.state_dict()
+    kept = {name: value for name, value in weights.items() if name not in ("norm.weight", FIRST_NORM)}
+    kept["fc.weight"] = torch.zeros(SHAPE["hidden_size"], 2 * SHAPE["hidden_size"])
+    for name, value in kept.items():
+        kept[name] = (
+            torch.randn(value.shape) * (2.0 / value.shape[-1] ** 0.5) if value.dim() == 2 else value
+        ).bfloat16()
+    save_file({name: value.contiguous() for name, value in kept.items()}, f"{folder}/model.safetensors")
 
 
 def gemma() -> Gemma3ForCausalLM:
