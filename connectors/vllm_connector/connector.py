@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.guard import Guard
 from kvtier.connectors.vllm_connector.build_scheduler_half import build_scheduler_half, settings_of
 from kvtier.connectors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
+from kvtier.connectors.vllm_connector.drafters import depends_on_next
 from kvtier.connectors.vllm_connector.engine_layout import group_layouts
 from kvtier.connectors.vllm_connector.known_vllm import check_engine
 from kvtier.connectors.vllm_connector.late_stores import LateStores
@@ -58,7 +59,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_engine(KVConnectorBase_V1, vllm_config, kv_cache_config)
-        layouts = group_layouts(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
+        num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        layouts = group_layouts(kv_cache_config, num_ranks, depends_on_next(vllm_config))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -27,6 +27,12 @@ def check_drafter(vllm_config: Any) -> None:
         )
 
 
+def depends_on_next(vllm_config: Any) -> bool:
+    """Return whether the layers of the engine's drafter depend on the next token, as with EAGLE and MTP."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
 def drafter_facts(vllm_config: Any, weights_of: Callable[[Any], str]) -> dict[str, object]:
     """Return the facts about the drafter that decide the bytes of its layers' blocks, by name.
 

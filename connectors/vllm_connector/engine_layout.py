@@ -106,13 +106,18 @@ def _replicas(spec: Any, num_ranks: int) -> int:
     return max(1, num_ranks // num_parts) if num_parts else 1
 
 
-def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
+def group_layouts(kv_cache_config: Any, num_ranks: int, depends_on_next: bool = False) -> list[GroupLayout]:
     """Return the layouts of vLLM's groups, in vLLM's order.
+
+    *depends_on_next* is True if the engine has a drafter whose layers depend on the next token. These layers are in the
+    groups that vLLM has marked. If vLLM has marked none, they may be in any group, except in groups of recurrent
+    states.
 
     Raises:
         UnsupportedEngine: If a group has layers of an unsupported kind or of several kinds, or if there is no group.
     """
     layouts = []
+    has_marks = any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups)
     for group in kv_cache_config.kv_cache_groups:
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # for layers of one kind but several sizes
         specs = [by_layer[name] if by_layer else group.kv_cache_spec for name in group.layer_names]
@@ -128,10 +133,10 @@ def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
                 "vLLM without the connector"
             )
         page_bytes = tuple(map(_page_bytes, specs))
-        depends_on_next = bool(getattr(group, "is_eagle_group", False))
         num_replicas = gcd(num_ranks, *(_replicas(spec, num_ranks) for spec in specs))
-        names = tuple(group.layer_names)
-        layouts.append(GroupLayout(attentions.pop(), names, page_bytes, num_ranks, depends_on_next, num_replicas))
+        attention, names = attentions.pop(), tuple(group.layer_names)
+        is_drafted = depends_on_next and attention.resumes_inside and (group.is_eagle_group or not has_marks)
+        layouts.append(GroupLayout(attention, names, page_bytes, num_ranks, is_drafted, num_replicas))
     if not layouts:
         raise UnsupportedEngine("the model has no KV cache; start vLLM without the connector")
     return layouts

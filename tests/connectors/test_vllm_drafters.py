@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm_connector_bed import FULL, HYBRID, ConnectorBed
 
-from kvtier.connectors.vllm_connector.drafters import drafter_facts
+from kvtier.connectors.vllm_connector.drafters import depends_on_next, drafter_facts
 from kvtier.tiers.naming.groups import AttentionGroup
 
 
@@ -41,6 +41,14 @@ def test_all_that_decides_a_drafters_bytes_is_told_apart() -> None:
 @pytest.mark.parametrize("without", [SimpleNamespace(), SimpleNamespace(speculative_config=None), engine("ngram")])
 def test_engines_whose_drafter_has_no_layers_share_blocks_with_those_without_one(without: SimpleNamespace) -> None:
     assert drafter_facts(without, weights_of) == {}
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_a_drafter_depends_on_the_next_token_if_vllm_drops_its_last_block(depends: bool) -> None:
+    speculative = SimpleNamespace(use_eagle_block_drop=lambda: depends)
+
+    assert depends_on_next(SimpleNamespace(speculative_config=speculative)) is depends
+    assert not depends_on_next(SimpleNamespace(speculative_config=None))
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])

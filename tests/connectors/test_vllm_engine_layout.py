@@ -112,10 +112,23 @@ def test_a_window_keeps_the_tokens_that_a_drafter_needs_beyond_it() -> None:
     assert layout.attention == SlidingWindow(16, 514)
 
 
-def test_a_group_with_a_drafters_layers_is_known_by_vllms_mark() -> None:
-    groups = [Group(FullAttentionSpec()), Group(FullAttentionSpec(), is_eagle_group=True)]
+@pytest.mark.parametrize(
+    ("marked", "has_drafter", "expected"),
+    [
+        ([False, True, False], True, [False, True, False]),
+        ([False, False, False], True, [True, True, False]),  # a drafter's layers are like the others
+        ([False, False, False], False, [False, False, False]),
+    ],
+)
+def test_groups_with_a_drafters_layers_are_those_that_vllm_marks_or_any_but_states(
+    marked: list[bool], has_drafter: bool, expected: list[bool]
+) -> None:
+    specs = [FullAttentionSpec(), FullAttentionSpec(), MambaSpec()]
+    groups = [Group(spec, is_eagle_group=mark) for spec, mark in zip(specs, marked, strict=True)]
 
-    assert [layout.depends_on_next for layout in group_layouts(Config(groups), num_ranks=1)] == [False, True]
+    layouts = group_layouts(Config(groups), num_ranks=1, depends_on_next=has_drafter)
+
+    assert [layout.depends_on_next for layout in layouts] == expected
 
 
 def test_layers_of_one_group_may_have_pages_of_several_sizes() -> None:

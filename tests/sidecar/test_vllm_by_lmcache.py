@@ -145,6 +145,27 @@ def test_a_hybrid_that_computes_in_pieces_stores_the_windows_that_it_has(small_e
     assert [each["tokens"] for each in (cold, again, grown)] == [expected[0], expected[0], expected[1]]
 
 
+def test_recurrent_states_are_loaded_from_the_sidecar_also_after_a_restart(
+    small_extents: Sidecar, tmp_path: Path
+) -> None:
+    model = make_model(PYTHON, tmp_path, "qwen3_next")
+    one, transfer = prompt(7), transfer_config(small_extents.endpoint)
+    options = {"dtype": "bfloat16", "max_num_batched_tokens": 512, **HYBRID}
+    with Vllm(PYTHON, model, {}, **options) as alone:
+        expected = alone.generate([one], 16)["tokens"]
+    with Vllm(PYTHON, model, transfer, imports(NEWEST), **options) as first:
+        cold = first.generate([one], 16)
+        first.reset()
+        again = first.generate([one], 16)
+    small_extents.stop()
+    small_extents.start()
+    with Vllm(PYTHON, model, transfer, imports(NEWEST), **options) as second:
+        restarted = second.generate([one], 16)
+
+    assert [each["scheduled"] for each in (cold, again, restarted)] == [NUM_TOKENS, 2, 2]
+    assert cold["tokens"] == again["tokens"] == restarted["tokens"] == expected
+
+
 def test_vllms_own_copy_of_the_connector_does_not_start_with_this_client(sidecar: Sidecar, model: Path) -> None:
     with pytest.raises(EngineEnded, match="unexpected keyword argument 'server_url'"):
         Vllm(PYTHON, model, transfer_config(sidecar.endpoint), IN_VLLM)
