@@ -19,6 +19,9 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     HYV4Config,
     HYV4ForCausalLM,
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
+    MistralLarge4TextConfig,
     PreTrainedModel,
 )
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
@@ -32,7 +35,7 @@ from kvtier.engine.model.attention import Step
 from kvtier.engine.model.digest import weights_digest
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.index_keys import LATER, IndexCall, IndexStep, index_calls
-from kvtier.engine.model.layers import layers_of
+from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.engine.model.runner import Chunk, ModelRunner
@@ -111,6 +114,26 @@ def test_three_requests_in_a_step_get_the_logits_of_plain_transformers(family: s
     assert worst_of_three(build_family(family)) <= 2e-5
 
 
+def mistral_large(**more: Any) -> PreTrainedModel:
+    torch.manual_seed(7)
+    text = MistralLarge4TextConfig(**{**SHAPE, **SHARED, "no_rope_layers": [1, 1, 0, 1], **more})
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 16, "patch_size": 14, "image_size": 28}
+    model: PreTrainedModel = MistralLarge4ForConditionalGeneration(
+        MistralLarge4Config(text_config=text, vision_config=vision)
+    ).eval()
+    return model
+
+
+def test_a_model_that_also_sees_images_gets_the_logits_of_plain_transformers_for_text() -> None:
+    assert worst_of_three(mistral_large()) <= 2e-5
+
+
+def test_a_layer_that_reads_the_latent_rows_of_another_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="layer 3 chooses the keys that it reads, and keeps no latent rows"):
+        ModelRunner(mistral_large(kv_source_layers=[0, 1, 2, 1]), BLOCK_SIZE, 1 << 20)
+
+
 @pytest.mark.parametrize("family", ["GLM-DSA", "HY-V4"])
 @pytest.mark.parametrize(
     ("max_pairs", "absorbed_queries", "max_scores"),
@@ -180,7 +203,7 @@ def test_a_plan_without_weights_finds_the_same_rows(family: str) -> None:
     with torch.device("meta"):
         planned = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
 
-    assert layers_of(planned, BLOCK_SIZE, 4) == layers_of(model, BLOCK_SIZE, 4)
+    assert observe_layers(planned, BLOCK_SIZE).attention == observe_layers(model, BLOCK_SIZE).attention
 
 
 def test_a_call_takes_short_requests_together_and_cuts_long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
