@@ -18,6 +18,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import IDLE_WAIT_S, RESET_WAIT_S, EngineCore, EngineStatistics
 from kvtier.engine.engine_thread import Attendant, EngineThread, Progress, fail
+from kvtier.engine.images.engine_images import Images
 from kvtier.engine.images.image_prompt import ImagePrompt, PreparedPrompt
 from kvtier.engine.llm import GREEDY, Prompt, keyed, prepare
 from kvtier.engine.loaded_engine import LoadedEngine
@@ -203,7 +204,7 @@ class AsyncEngine:
         if isinstance(prompt, PreparedPrompt):
             return prompt
         if isinstance(prompt, str | ImagePrompt):
-            images = self._loaded_engine().core.images
+            images = self.images
             return await self.with_tokenizer(lambda tokenizer: prepare(tokenizer, images, prompt, cache_salt))
         return PreparedPrompt(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
 
@@ -218,6 +219,11 @@ class AsyncEngine:
     def tokenizers(self) -> TokenizerThreads:
         """Threads that tokenize prompts."""
         return self._loaded_engine().tokenizers
+
+    @property
+    def images(self) -> Images:
+        """The image part of the engine. Its methods for prompts may be called in tokenizer threads."""
+        return self._loaded_engine().core.images
 
     @property
     def longest_request(self) -> int:

@@ -364,6 +364,9 @@ class ImagesConfig(Table, frozen=True, kw_only=True):
         cache: Bytes of host memory for the encoder's results, so that an image is encoded once.
         disk: Whether the encoder's results are also stored in the store of [disk], within its capacity.
         waiting: Bytes of decoded images that may wait in the engine. Further requests with images are refused.
+        url_hosts: Hosts from which `kvtier serve` fetches images at https URLs. By default it fetches none. `*.example`
+            allows every name below example, `*` any name. Hosts with addresses that are not public are never reached.
+        url_timeout_s: Seconds in which an image must be fetched.
     """
 
     max_per_prompt: Count = 16
@@ -371,6 +374,8 @@ class ImagesConfig(Table, frozen=True, kw_only=True):
     cache: ByteSize = parse_bytes("256MiB")
     disk: bool = True
     waiting: ByteSize = parse_bytes("1GiB")
+    url_hosts: tuple[HostName, ...] = ()
+    url_timeout_s: Seconds = 10.0
 
 
 class DocumentsConfig(Table, frozen=True, kw_only=True):

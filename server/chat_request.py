@@ -64,15 +64,21 @@ class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     cache_control: CacheControl | None = None
 
 
-class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
-    """A part of a message that is an image. It is refused, because the served models read only text."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """Where an image is: a data URL (`data:image/png;base64,…`), or an https URL if the server allows its host.
 
+    *detail* is ignored: the model's own image processor determines the size.
+    """
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """A part of a message that is an image, for models that see images."""
+
+    image_url: ImageUrl
     cache_control: CacheControl | None = None
-
-    def __post_init__(self) -> None:
-        raise ValueError(
-            "image_url is not supported, because the models served here read only text; send the image's text"
-        )
 
 
 Part: TypeAlias = TextPart | RefusalPart | DocumentPart | ImagePart
@@ -104,9 +110,8 @@ class Message(msgspec.Struct, frozen=True):
 
         The role `developer` becomes `system`, because many templates do not know `developer`.
         """
-        text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart | RefusalPart))
         role = "system" if self.role == "developer" else self.role
-        written: dict[str, Any] = {"role": role, "content": traits.content(role, text)}
+        written: dict[str, Any] = {"role": role, "content": self._content(role, traits)}
         if thoughts := self.thoughts:
             written |= {"reasoning_content": thoughts, "thinking": thoughts}  # a template reads one of them, or neither
         if self.tool_calls:
@@ -114,6 +119,19 @@ class Message(msgspec.Struct, frozen=True):
         if self.tool_call_id is not None:
             written["tool_call_id"] = template_id(self.tool_call_id, traits)
         return written | ({} if self.name is None else {"name": self.name})
+
+    def _content(self, role: str, traits: TemplateTraits) -> object:
+        """Return the content as the template expects it. With images, it is a list of texts and images."""
+        written: list[dict[str, str]] = []
+        for part in self.parts:
+            match part:
+                case TextPart() | RefusalPart():
+                    written.append({"type": "text", "text": part.text})
+                case ImagePart():
+                    written.append({"type": "image"})
+        if self.image_urls:
+            return written
+        return traits.content(role, PART_SEPARATOR.join(part["text"] for part in written))
 
     def answering(self, names: Mapping[str, str]) -> "Message":
         """Add the tool's name to a message with the role `tool`. *names* maps ids of calls to names of tools."""
@@ -131,6 +149,11 @@ class Message(msgspec.Struct, frozen=True):
         """Thoughts of the model before this answer, or an empty string if the message has none."""
         told = (self.reasoning_content, self.reasoning, self.thinking) if self.role == "assistant" else ()
         return next((text for text in told if isinstance(text, str) and text), "")
+
+    @property
+    def image_urls(self) -> list[str]:
+        """URLs of the images in the message."""
+        return [part.image_url.url for part in self.parts if isinstance(part, ImagePart)]
 
     @property
     def document_ids(self) -> list[str]:
@@ -151,14 +174,19 @@ class Message(msgspec.Struct, frozen=True):
             yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
-        """Return a copy of the message with the marker `_HERE` at the end of its part *number*, which must be text.
+        """Return a copy of the message with the marker `_HERE` at the end of its part *number*, a text or an image.
 
         When the copy is rendered, the marker shows where this part ends in the prompt.
         """
-        parts = [
-            TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart | RefusalPart) else part
-            for place, part in enumerate(self.parts or [TextPart("")])
-        ]
+        parts: list[Part] = []
+        for place, part in enumerate(self.parts or [TextPart("")]):
+            match part:
+                case TextPart() | RefusalPart() if place == number:
+                    parts.append(TextPart(part.text + _HERE))
+                case ImagePart() if place == number:
+                    parts += [part, TextPart(_HERE)]
+                case _:
+                    parts.append(part)
         return msgspec.structs.replace(self, content=parts, refusal=None)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
@@ -344,6 +372,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
                 else:
                     marked = [*before, message.marked(number), *after]
                     yield from _marked(text, write(marked, self.tools), control)
+
+    @property
+    def image_urls(self) -> list[str]:
+        """URLs of the images in the messages, in order of appearance."""
+        return [url for message in self.messages for url in message.image_urls]
 
     @property
     def document_ids(self) -> list[str]:

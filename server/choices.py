@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvtier.engine.async_engine import AsyncEngine, StreamChunk
+from kvtier.engine.images.image_prompt import PreparedPrompt
+from kvtier.engine.images.prompt_images import PromptImages
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import RequestOptions
@@ -22,6 +24,7 @@ class Choice:
     index: int
     prompt: Sequence[int]
     sampling: SamplingParams
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ async def generate(
     async def follow(choice: Choice, followers: Sequence[Choice], scores: Scores = ()) -> None:
         try:
             stream = llm.generate(
-                choice.prompt,
+                PreparedPrompt(choice.prompt, choice.images),
                 choice.sampling,
                 lora=lora,
                 cache_salt=cache_salt,

@@ -20,7 +20,9 @@ from kvtier.server.chat_request import MAX_MESSAGES, ChatRequest, Message
 from kvtier.server.completion_request import CompletionRequest
 from kvtier.server.context_limit import ContextLimit
 from kvtier.server.generation_request import Text
+from kvtier.server.images.chat_images import chat_images
 from kvtier.server.named_documents import with_document_texts
+from kvtier.server.prompt import Prompt
 from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
@@ -72,12 +74,13 @@ async def explain_prompt(request: Request) -> Response:
     tenant = facts_of(request.scope).tenant
     asked = parse(await read_body(request, service.settings), ExplainRequest, (), {})
     lora = None if asked.model is None else service.models.lora_of(asked.model)
-    token_ids, asked = await _token_ids(service, asked, tenant)
+    prompt, asked = await _prompt(service, asked, tenant)
+    token_ids = prompt.token_ids
     salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
     alike = [] if asked.messages is None else service.conversations.requests_like(tenant, asked.messages)
 
     def naming(core: EngineCore) -> Callable[[], BlockChain]:
-        extra = ExtraKeys(lora=None if lora is None else core.lora_key(lora), cache_salt=salt)
+        extra = ExtraKeys(None if lora is None else core.lora_key(lora), prompt.items, salt)
         return partial(core.chain, token_ids, extra)
 
     named = await service.llm.ask(naming)
@@ -125,21 +128,25 @@ async def _explained(service: Service, pasts: Sequence[Past], request_id: str, t
     return found
 
 
-async def _token_ids(
-    service: Service, asked: ExplainRequest, tenant: str | None
-) -> tuple[Sequence[int], ExplainRequest]:
-    """Return the token ids of the prompt, and *asked* with the texts of stored documents instead of their ids.
+async def _prompt(service: Service, asked: ExplainRequest, tenant: str | None) -> tuple[Prompt, ExplainRequest]:
+    """Return the prompt, and *asked* with the texts of stored documents instead of their ids.
 
     If *asked* has no cache_salt, it gets that of its first document.
     """
     llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)
     try:
-        whole = _request_with(asked, service.models.name)
+        whole, images = _request_with(asked, service.models.name), None
         if isinstance(whole, ChatRequest):
             whole = with_document_texts(service, tenant, whole)
             asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
-        (prompt,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
+            images = await chat_images(service, whole, tenant)
+
+        def work(tokenizer: PreTrainedTokenizerBase) -> Prompt:
+            (prompt,) = whole.prompts(tokenizer, limit)
+            return prompt if images is None else images.placed(prompt)
+
+        prompt = await llm.with_tokenizer(work, tenant)
     except TooManyTokens as error:
         message = f"{ContextLimit.of(llm)}. The prompt has {error.min_num_tokens} or more; shorten it"
         raise ApiError(400, message, code="context_length_exceeded") from None
@@ -147,7 +154,7 @@ async def _token_ids(
         raise ApiError(400, str(error), code="invalid_value") from None
     if not len(prompt.token_ids):
         raise ApiError(400, "the prompt has no tokens; give at least one", code="invalid_value", param="prompt")
-    return prompt.token_ids, asked
+    return prompt, asked
 
 
 def _request_with(asked: ExplainRequest, model: str) -> CompletionRequest | ChatRequest:

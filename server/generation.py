@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_engine import AsyncEngine, StreamChunk
+from kvtier.engine.images.preparer import ImagesBusy
 from kvtier.engine.model.sampling import InvalidParameter
 from kvtier.engine.scheduling.request import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
@@ -29,6 +30,7 @@ from kvtier.server.documents.documents import Documents
 from kvtier.server.documents.kept_prefixes import MarkedPrompt
 from kvtier.server.documents.worker import PROMPT_PIN_S
 from kvtier.server.generation_request import NEUTRAL, log_ignored_parameters, log_unknown_fields
+from kvtier.server.images.chat_images import ChatImages, chat_images, refuse_truncation
 from kvtier.server.named_documents import with_document, with_document_texts
 from kvtier.server.prompt import Prompt
 from kvtier.server.reply import Answer, Reply
@@ -53,6 +55,7 @@ TooLong: TypeAlias = Callable[[ContextLimit, RequestLength], str]
 
 _T = TypeVar("_T")
 
+IMAGES_RETRY = {"Retry-After": "1"}  # images of a request that ends make room for others
 MAX_TRUNCATION_FACTOR = 8  # a prompt to truncate may be this many times its limit, because all of it is tokenized
 
 
@@ -71,22 +74,24 @@ class PromptKeeper:
         self._names = (lora, cache_salt)  # of the prompts' blocks
 
     async def pinned(
-        self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Sequence[int]], ttl_s: float
+        self, pieces: AsyncIterator[ChoicePiece], prompts: Mapping[int, Prompt], ttl_s: float
     ) -> AsyncIterator[ChoicePiece]:
         """Yield *pieces*. Before a choice's last piece, pin the choice's prompt for *ttl_s* seconds.
 
-        *prompts* maps the index of a choice to the token ids of its prompt.
+        *prompts* maps the index of a choice to its prompt.
         """
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
-                token_ids = prompts[item.index]
-                has_room = await self._documents.pin_prompt(self._tenant, token_ids, *self._names, ttl_s)
+                prompt = prompts[item.index]
+                has_room = await self._documents.pin_prompt(
+                    self._tenant, prompt.token_ids, *self._names, ttl_s, prompt.items
+                )
                 self._usage.note_pinned(has_room)
             yield item
 
     async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
         """Yield *pieces*. Before the first piece, pin the prefixes of the prompt that end at its breakpoints."""
-        marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
+        marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints, prompt.items)
         # Look up pinned prefixes when the request starts, so that the first token need not wait for an engine step.
         reading = asyncio.create_task(self._documents.read_prefixes(marked))
         try:
@@ -162,7 +167,8 @@ class Generation:
         """Return the number of tokens of all prompts together; raise ApiError 400 if they are invalid or too long."""
         with self._api_errors():
             llm = self._service.llm
-            prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
+            images = await self._images(tenant)
+            prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm, images), tenant)
         return sum(len(prompt.token_ids) for prompt in prompts)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,8 +186,9 @@ class Generation:
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:
                 with self._api_errors():
+                    images = await self._images(tenant)
                     prompts, text = await llm.with_tokenizer(
-                        lambda tokenizer: (self._prompts(tokenizer, llm), TokenText(tokenizer)), tenant
+                        lambda tokenizer: (self._prompts(tokenizer, llm, images), TokenText(tokenizer)), tenant
                     )
                     tools = tool_use(asked, service.tool_format)
                     choices = self._choices(prompts, llm, tools)
@@ -220,7 +227,11 @@ class Generation:
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
-    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncEngine) -> list[Prompt]:
+    async def _images(self, tenant: str | None) -> ChatImages | None:
+        asked = self._asked
+        return await chat_images(self._service, asked, tenant) if isinstance(asked, ChatRequest) else None
+
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncEngine, images: ChatImages | None) -> list[Prompt]:
         """Return the tokenized prompts; raise ApiError 400 for an unknown token id, or for a text that is too long.
 
         A text that is far too long is not tokenized to its end. `_choices` makes the exact check.
@@ -232,6 +243,9 @@ class Generation:
             max_given = max_prompt if num_kept is None else MAX_TRUNCATION_FACTOR * max_prompt
             within = llm.tokenizers.limit(max(0, max_given - len(self._document)))
             prompts = self._asked.prompts(tokenizer, within, self._document)
+            if images is not None:
+                refuse_truncation(num_kept)
+                return [images.placed(prompt) for prompt in prompts]
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
             num_new, min_num_tokens = self._max_new_tokens(0), error.min_num_tokens + len(self._document)
@@ -250,14 +264,17 @@ class Generation:
         asked = self._asked
         structured = tools.structured
         groups = []
-        for number, prompt in enumerate(each.token_ids for each in prompts):
+        for number, whole in enumerate(prompts):
+            prompt = whole.token_ids
             self._check_length(len(prompt), self._max_new_tokens(0), ContextLimit.of(llm))
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
             samplings = [
                 tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured)) for i in indices
             ]
-            groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
+            groups.append(
+                [Choice(i, prompt, sampling, whole.images) for i, sampling in zip(indices, samplings, strict=True)]
+            )
         return groups
 
     def _max_new_tokens(self, room: int) -> int:
@@ -302,7 +319,7 @@ class Generation:
         if prompts[0].breakpoints:  # of a chat, which has one prompt
             pieces = keeper.kept(pieces, prompts[0])
         if asked.kvtier.pin:
-            firsts = {number * asked.n: prompt.token_ids for number, prompt in enumerate(prompts)}
+            firsts = {number * asked.n: prompt for number, prompt in enumerate(prompts)}
             pieces = keeper.pinned(pieces, firsts, asked.kvtier.ttl_s or PROMPT_PIN_S)
         return pieces
 
@@ -312,6 +329,8 @@ class Generation:
             yield
         except InvalidParameter as error:
             raise ApiError(400, str(error), param=error.name, code="invalid_value") from None
+        except ImagesBusy as error:
+            raise ApiError(429, str(error), code="images_busy", headers=IMAGES_RETRY) from None
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
         except RuntimeError as error:  # the engine ended during the request

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.config import Config, size_text
 from kvtier.engine.llm import torch_device
 from kvtier.engine.model.adapter_folder import UnusableLora
-from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.model.checkpoint import Checkpoint, auto_class
 from kvtier.engine.model.gpu_share import GpuShare
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.paged_layout import MIN_DEVICE_SLOTS, PagedLayout, layout_of
@@ -147,9 +147,7 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
 
 def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):  # bfloat16, because some models accept nothing else; shapes do not depend on it
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
-            described, dtype=torch.bfloat16
-        )
+        model: PreTrainedModel = auto_class(described).from_config(described, dtype=torch.bfloat16)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 

@@ -1,6 +1,5 @@
 """The routes `/tokenize` and `/detokenize`, in vLLM's format: convert a prompt to token ids, and back."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -14,6 +13,8 @@ from kvtier.server.answers import Detokenized, Tokenized
 from kvtier.server.chat_request import CHAT_NEUTRAL, MAX_MESSAGES, ChatRequest, Message, unknown_fields
 from kvtier.server.generation import MAX_TRUNCATION_FACTOR
 from kvtier.server.generation_request import Text, log_unknown_fields
+from kvtier.server.images.chat_images import chat_images
+from kvtier.server.prompt import Prompt
 from kvtier.server.service import Service
 from kvtier.server.tool_calls.tool import MAX_TOOLS, Tool
 from kvtier.tiers.naming.request_text import check_text
@@ -32,12 +33,12 @@ class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
-    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
-        """Return the ids of the prompt's tokens."""
+    def prompt_of(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Prompt:
+        """Return the prompt."""
         check_text("prompt", self.prompt)
         limit.check_text(self.prompt)
         token_ids: list[int] = tokenizer(self.prompt, add_special_tokens=self.add_special_tokens)["input_ids"]
-        return token_ids
+        return Prompt(token_ids)
 
 
 class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,9 +53,13 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_effort: Text | None = None
     return_token_strs: bool = False
 
-    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
-        """Return the ids of the prompt's tokens."""
-        asked = ChatRequest(
+    def prompt_of(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Prompt:
+        """Return the prompt, without its images."""
+        return self.chat().prompts(tokenizer, limit)[0]
+
+    def chat(self) -> ChatRequest:
+        """Return the conversation as a chat request."""
+        return ChatRequest(
             model=self.model or "",
             messages=self.messages,
             tools=self.tools,
@@ -63,7 +68,6 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             continue_final_message=self.continue_final_message,
             reasoning_effort=self.reasoning_effort,
         )
-        return asked.prompts(tokenizer, limit)[0].token_ids
 
 
 class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,11 +85,12 @@ async def tokenize(request: Request) -> Response:
     log_unknown_fields(unknown_fields(content.get("messages")))
     asked = fit(content, TokenizeChat, (), _NEUTRAL) if is_chat else fit(content, TokenizeCompletion)
     _check_model(service, asked.model)
-    longest = service.llm.longest_request
+    longest, tenant = service.llm.longest_request, facts_of(request.scope).tenant
 
     def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[str] | None]:
         within = service.llm.tokenizers.limit(MAX_TRUNCATION_FACTOR * longest)
-        token_ids = list(asked.token_ids(tokenizer, within))
+        prompt = asked.prompt_of(tokenizer, within)
+        token_ids = list(prompt.token_ids if images is None else images.placed(prompt).token_ids)
         if not asked.return_token_strs:
             return token_ids, None
         texts = tokenizer.convert_ids_to_tokens(token_ids)
@@ -93,13 +98,15 @@ async def tokenize(request: Request) -> Response:
         return token_ids, texts
 
     try:
-        token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
+        images = await chat_images(service, asked.chat(), tenant) if isinstance(asked, TokenizeChat) else None
+        token_ids, texts = await service.llm.with_tokenizer(work, tenant)
     except TooManyTokens as error:
         limit = MAX_TRUNCATION_FACTOR * longest
         message = f"the prompt has {error.min_num_tokens} tokens or more; at most {limit} can be tokenized at once"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
-        raise ApiError(400, str(error), code="invalid_value", param="prompt") from None
+        param = "messages" if is_chat else "prompt"
+        raise ApiError(400, str(error), code="invalid_value", param=param) from None
     return json_response(Tokenized(count=len(token_ids), max_model_len=longest, tokens=token_ids, token_strs=texts))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvtier.engine.images.encoder import ImageEncoder
-from kvtier.engine.images.image import ImageError, PreparedImage
+from kvtier.engine.images.image import ImageError, PreparedImage, numbered
 from kvtier.engine.images.image_prompt import PreparedPrompt
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.prompt_images import PromptImages
@@ -60,6 +60,9 @@ class Images(Protocol):
             ImagesBusy: If images of other prompts take too much memory.
         """
 
+    def check_count(self, num_images: int) -> None:
+        """Raise `ImageError` if the model sees no images, or if a prompt may not have so many."""
+
     @property
     def has_room(self) -> bool:
         """True if the images of another prompt may be prepared now."""
@@ -88,9 +91,12 @@ class NoImages:
     has_room: bool = True
 
     def prepare(self, token_ids: Sequence[int], images: Sequence["Image"], cache_salt: str | None) -> PreparedPrompt:
-        if images:
-            raise ImageError(self.why)
+        self.check_count(len(images))
         return PreparedPrompt(token_ids)
+
+    def check_count(self, num_images: int) -> None:
+        if num_images:
+            raise ImageError(self.why)
 
     def check_adapter(self, lora: Lora | None) -> None:
         pass
@@ -151,14 +157,20 @@ class EngineImages:
     def has_room(self) -> bool:
         return self._preparer.has_room
 
+    def check_count(self, num_images: int) -> None:
+        self._preparer.check_count(num_images)
+
     def prepare(self, token_ids: Sequence[int], images: Sequence["Image"], cache_salt: str | None) -> PreparedPrompt:
         if not images:
             return PreparedPrompt(token_ids)
-        self._preparer.check_count(len(images))
+        self.check_count(len(images))
         self._preparer.check_room()
-        prepared = [self._preparer.prepare(image) for image in images]
-        for image in prepared:
-            self._fetch(image, cache_salt)
+        prepared = []
+        for number, image in enumerate(images, 1):
+            with numbered(number, len(images)):
+                prepared.append(self._preparer.prepare(image))
+        for each in prepared:
+            self._fetch(each, cache_salt)
         return self._preparer.place(token_ids, prepared)
 
     def check_adapter(self, lora: Lora | None) -> None:

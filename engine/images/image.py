@@ -1,7 +1,8 @@
 """PreparedImage: an image in the form in which the model's encoder takes it, with its identity."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,15 @@ class PreparedImage:
     def num_bytes(self) -> int:
         """Bytes of the encoder's inputs."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+@contextmanager
+def numbered(number: int, num_images: int) -> Iterator[None]:
+    """Begin the messages of `ImageError`s in the context with the image's number, if there are several images."""
+    try:
+        yield
+    except ImageError as error:
+        raise (error if num_images == 1 else ImageError(f"image {number} of {num_images}: {error}")) from error
 
 
 def identity_of(inputs: Mapping[str, torch.Tensor]) -> str:

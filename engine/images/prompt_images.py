@@ -17,6 +17,7 @@ class PlacedImage:
 
     image: PreparedImage
     places: npt.NDArray[np.int64]
+    index: int  # of the image token in the prompt before the image was placed
 
     @property
     def end(self) -> int:
@@ -48,6 +49,10 @@ class PromptImages:
         """The images' part in the names of the prompt's blocks."""
         return tuple(each.item for each in self.placed)
 
+    def moved(self, num_tokens: int) -> int:
+        """Return the length that the prompt's first *num_tokens* tokens have now that the images are placed."""
+        return num_tokens + sum(len(each.image.placeholder) - 1 for each in self.placed if each.index < num_tokens)
+
     def positions(self, start: int, end: int) -> torch.Tensor | None:
         """Return the positions of the request's tokens *start* to *end* - 1, [3, num_tokens]; None for plain ones."""
         if self.rope is None:
@@ -74,12 +79,12 @@ def place_images(
     expanded: list[int] = []
     placed: list[PlacedImage] = []
     left = iter(images)
-    for token_id in token_ids:
+    for index, token_id in enumerate(token_ids):
         if token_id != image_token_id:
             expanded.append(token_id)
             continue
         image = next(left)
         own = np.flatnonzero(np.asarray(image.placeholder) == image_token_id)
-        placed.append(PlacedImage(image, own + len(expanded)))
+        placed.append(PlacedImage(image, own + len(expanded), index))
         expanded += image.placeholder
     return expanded, tuple(placed)

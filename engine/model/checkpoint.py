@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.model.errors import oom_as_memory_error
 from kvtier.engine.model.hub import cached_folder, source_of
@@ -100,8 +100,6 @@ class Checkpoint:
 
         "auto" is the dtype of the checkpoint, or float32 for a GGUF file, whose weights are dequantized at load.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
         source, settings = self._loadable(), dict[str, object](dtype=dtype)
         with self._in_one_line(), _bars_on_terminals_only():
             if self.gguf_file is not None:
@@ -116,8 +114,7 @@ class Checkpoint:
                     "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
                     "quantization_config": GgufConfig(dequantize=True),
                 }
-            auto = AutoModelForImageTextToText if self._sees_images() else AutoModelForCausalLM
-            loaded: PreTrainedModel = auto.from_pretrained(source, **settings)
+            loaded: PreTrainedModel = auto_class(self._described()).from_pretrained(source, **settings)
         return loaded
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -137,8 +134,8 @@ class Checkpoint:
         """
         from transformers import AutoImageProcessor
 
-        source = self._loadable()
-        if not self._sees_images():
+        source, described = self._loadable(), self._described()
+        if described is None or not sees_images(described):
             return None
         with self._in_one_line():
             found: BaseImageProcessor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]  # untyped in transformers
@@ -146,17 +143,12 @@ class Checkpoint:
             )
         return found
 
-    def _sees_images(self) -> bool:
-        """Return whether transformers can build the model only together with an image encoder."""
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-        if self.gguf_file is not None:
-            return False
+    def _described(self) -> "PreTrainedConfig | None":
+        """Return the model's configuration; None for a GGUF file, an adapter, or a folder that cannot be loaded."""
         try:
-            kind = type(self.config())
-        except ValueError:  # a folder with an adapter, or one whose model cannot be loaded either
-            return False
-        return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            return None if self.gguf_file is not None else self.config()
+        except ValueError:
+            return None
 
     def _loadable(self) -> str:
         """Return what transformers loads the model from. Raises the errors of `source_of` for a name on the hub."""
@@ -196,6 +188,21 @@ def _bars_on_terminals_only() -> Iterator[None]:
 
 class _Unusable(ValueError):
     """An error whose message already names the model that cannot be loaded and the reason."""
+
+
+def auto_class(config: "PreTrainedConfig | None") -> Any:
+    """Return the class of transformers that loads a model with this configuration, or with an unknown one (None)."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
+
+
+def sees_images(config: "PreTrainedConfig") -> bool:
+    """Return whether transformers can build a model with this configuration only together with an image encoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = type(config)
+    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _in_wheel(name: str) -> Path:

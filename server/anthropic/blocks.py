@@ -7,7 +7,7 @@ import msgspec
 
 from kvtier.engine.text.chat_template import PART_SEPARATOR
 from kvtier.server.cache_control import CacheControl
-from kvtier.server.chat_request import DocumentPart, Message, TextPart
+from kvtier.server.chat_request import DocumentPart, ImagePart, ImageUrl, Message, Part, TextPart
 from kvtier.server.tool_calls.past_call import CalledFunction, PastCall
 
 
@@ -18,7 +18,7 @@ class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None  # remarks about the text; ignored
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return the block as parts of a chat message."""
         return [TextPart(self.text, self.cache_control)]
 
@@ -50,7 +50,7 @@ class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
     def __post_init__(self) -> None:
         raise ValueError(self.why)
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         raise NotImplementedError  # never called, because no such block can be created
 
 
@@ -85,7 +85,7 @@ class DocumentBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     citations: Citations | None = None
     cache_control: CacheControl | None = None
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return the block as parts of a chat message.
 
         A stored document becomes a separate part, so that its text stays as it was stored, and the request hits the
@@ -109,7 +109,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
 
     thinking: str = ""
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return an empty list, because the thoughts are put into a field of the chat message."""
         return []
 
@@ -118,10 +118,33 @@ class RedactedThinkingBlock(ThinkingBlock, frozen=True, tag="redacted_thinking")
     """Encrypted thoughts. They are ignored, because no template can use them."""
 
 
-class ImageBlock(_Unsupported, frozen=True, tag="image"):
-    """An image. It is refused."""
+class Base64Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """The file of an image, in base64."""
 
-    why = "images are not supported, because the model reads only text; send the image's text"
+    data: str
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+
+    @property
+    def url(self) -> str:
+        """The image as a data URL."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    """An image at an https URL, if the server allows its host."""
+
+    url: str
+
+
+class ImageBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image, for models that see images."""
+
+    source: Base64Image | UrlImage
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[Part]:
+        """Return the block as parts of a chat message."""
+        return [ImagePart(ImageUrl(self.source.url), self.cache_control)]
 
 
 class SearchResultBlock(_Unsupported, frozen=True, tag="search_result"):
@@ -138,7 +161,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     input: dict[str, Any] = {}
     cache_control: CacheControl | None = None
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return an empty list, because the block becomes a tool call of the chat message, see `call`."""
         return []
 
@@ -156,7 +179,7 @@ class ToolReferenceBlock(msgspec.Struct, frozen=True, tag_field="type", tag="too
     tool_name: str
     cache_control: CacheControl | None = None
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return the block as parts of a chat message."""
         return [TextPart(self.tool_name, self.cache_control)]
 
@@ -172,7 +195,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     is_error: bool = False
     cache_control: CacheControl | None = None
 
-    def parts(self) -> list[TextPart | DocumentPart]:
+    def parts(self) -> list[Part]:
         """Return an empty list, because the block becomes a separate chat message, see `message`."""
         return []
 
@@ -200,6 +223,6 @@ def blocks_of(content: Blocks) -> Sequence[Block]:
     return [TextBlock(content)] if isinstance(content, str) else content
 
 
-def parts_of(content: str | Sequence[Block]) -> list[TextPart | DocumentPart]:
+def parts_of(content: str | Sequence[Block]) -> list[Part]:
     """Return the *content* of a message as parts of a chat message."""
     return [TextPart(content)] if isinstance(content, str) else [part for block in content for part in block.parts()]

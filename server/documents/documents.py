@@ -22,6 +22,7 @@ from kvtier.server.documents.file import Damaged, file_name, tenant_prefix
 from kvtier.server.documents.folder_thread import DocumentFiles, FolderThread, MemoryFiles
 from kvtier.server.documents.kept_prefixes import Keeping, MarkedPrompt
 from kvtier.server.documents.worker import DocumentState, DocumentWorker, Status
+from kvtier.tiers.naming.block_hash import MultimodalItem
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -171,14 +172,20 @@ class Documents:
         await self._make_change(document.tenant, lambda: self._unpin(document))
 
     async def pin_prompt(
-        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+        self,
+        tenant: str | None,
+        token_ids: Sequence[int],
+        lora: str | None,
+        cache_salt: str | None,
+        ttl_s: float,
+        items: tuple[MultimodalItem, ...] = (),
     ) -> bool:
-        """Pin the cached part of a prompt in host memory for *ttl_s* seconds.
+        """Pin the cached part of a prompt in host memory for *ttl_s* seconds. *items* are its images.
 
         Returns:
             Whether the prompt is pinned: False if the tenant's share has no room, or if no block can be pinned.
         """
-        return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
+        return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s, items))
 
     async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
         """Pin the prefixes of a prompt that `cache_control` marks; see `PinnedPrefixes.keep`."""

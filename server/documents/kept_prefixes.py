@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import keyed
 from kvtier.server.documents.pin_shares import PinShares
-from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, MultimodalItem
 from kvtier.tiers.pins import Pin
 
 
@@ -33,6 +33,7 @@ class MarkedPrompt:
     lora: str | None
     cache_salt: str | None
     breakpoints: Sequence[Breakpoint]
+    items: tuple[MultimodalItem, ...] = ()  # the images in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class PinnedPrefixes:
         return Keeping(_end_of(path), kept)
 
     def _chain(self, prompt: MarkedPrompt) -> BlockChain:
-        return self._core.chain(prompt.token_ids, keyed(self._core, NO_EXTRA_KEYS, prompt.lora, prompt.cache_salt))
+        extra = ExtraKeys(multimodal=prompt.items)
+        return self._core.chain(prompt.token_ids, keyed(self._core, extra, prompt.lora, prompt.cache_salt))
 
     def _in_whole_blocks(self, prompt: MarkedPrompt, chain: BlockChain) -> Iterator[Breakpoint]:
         for each in prompt.breakpoints:

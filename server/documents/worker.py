@@ -11,7 +11,7 @@ from kvtier.server.documents.kept_prefixes import PinnedPrefixes
 from kvtier.server.documents.pin_shares import PinShares
 from kvtier.server.documents.pins import DocumentPins
 from kvtier.server.documents.prefills import DocumentPrefills
-from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys, MultimodalItem
 from kvtier.tiers.naming.tier import Tier
 
 PROMPT_PIN_S = 3600.0  # for a request that pins its prompt without a ttl_s
@@ -93,14 +93,20 @@ class DocumentWorker:
         self._pins.unpin(document, in_s)
 
     def pin_prompt(
-        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+        self,
+        tenant: str | None,
+        token_ids: Sequence[int],
+        lora: str | None,
+        cache_salt: str | None,
+        ttl_s: float,
+        items: tuple[MultimodalItem, ...] = (),
     ) -> bool:
-        """Pin the cached part of a prompt in host memory for *ttl_s* seconds.
+        """Pin the cached part of a prompt in host memory for *ttl_s* seconds. *items* are its images.
 
         Returns:
             Whether the prompt is pinned: False if the tenant's share has no room, or if no block can be pinned.
         """
-        chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
+        chain = self._core.chain(token_ids, keyed(self._core, ExtraKeys(multimodal=items), lora, cache_salt))
         pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
         if pin is None or pin.num_bytes:
             return pin is not None

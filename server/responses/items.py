@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from kvtier.server.chat_request import DocumentPart, Message, Part, TextPart
+from kvtier.server.chat_request import DocumentPart, ImagePart, ImageUrl, Message, Part, TextPart
 from kvtier.server.responses.tools import CUSTOM_INPUT, full_name
 from kvtier.server.tool_calls.past_call import CalledFunction, PastCall
 
@@ -20,7 +20,7 @@ class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text")
 
     text: str
 
-    def part(self) -> TextPart | DocumentPart:
+    def part(self) -> Part:
         """Return the text as a part of a chat message."""
         return TextPart(self.text)
 
@@ -34,7 +34,7 @@ class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
 
     refusal: str
 
-    def part(self) -> TextPart | DocumentPart:
+    def part(self) -> Part:
         """Return the text as a part of a chat message."""
         return TextPart(self.refusal)
 
@@ -48,7 +48,7 @@ class InputFile(msgspec.Struct, frozen=True, tag_field="type", tag="input_file")
         if self.file_id is None:
             raise ValueError("file_id: is missing; store the file's text as a document, and send the document's id")
 
-    def part(self) -> TextPart | DocumentPart:
+    def part(self) -> Part:
         """Return the document as a part of a chat message."""
         assert self.file_id is not None, "__post_init__ requires it"
         return DocumentPart(self.file_id)
@@ -62,14 +62,28 @@ class _Unsupported(msgspec.Struct, frozen=True, tag_field="type"):
     def __post_init__(self) -> None:
         raise ValueError(self.why)
 
-    def part(self) -> TextPart | DocumentPart:
+    def part(self) -> Part:
         raise NotImplementedError  # never called, because no such part can be created
 
 
-class InputImage(_Unsupported, frozen=True, tag="input_image"):
-    """An image. It is refused."""
+class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image"):
+    """An image, for models that see images: a data URL, or an https URL if the server allows its host.
 
-    why = "images are not supported, because the model reads only text; send the image's text"
+    *detail* is ignored. Images that were uploaded before (*file_id*) are refused.
+    """
+
+    image_url: str | None = None
+    detail: str | None = None
+    file_id: Id | None = None
+
+    def __post_init__(self) -> None:
+        if self.image_url is None or self.file_id is not None:
+            raise ValueError("file_id: images are not stored here; send the image in image_url, as a data URL")
+
+    def part(self) -> Part:
+        """Return the image as a part of a chat message."""
+        assert self.image_url is not None, "__post_init__ requires it"
+        return ImagePart(ImageUrl(self.image_url))
 
 
 class InputAudio(_Unsupported, frozen=True, tag="input_audio"):

@@ -303,8 +303,13 @@ def test_what_only_asks_for_more_is_let_pass_and_logged_once(caplog: pytest.LogC
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "Invalid enum value 'tool'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+            "messages",
+            "the model reads only text",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "file_1"}]}]},
             "input[0].content[0]",
-            "images are not supported",
+            "images are not stored here; send the image in image_url, as a data URL",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "data:"}]}]},
