@@ -13,6 +13,7 @@ from pdf import write_pdf
 from serving import MODEL, Address, serving, tables
 from small_models import build
 from tool_templates import tool_tokenizer
+from vision_models import build_vision
 
 from kvtier.cli.demo.document import Document, Fact, make_document
 from kvtier.cli.demo.model import build_demo_model
@@ -105,6 +106,21 @@ def test_a_pdf_is_read_once_and_then_asked(server: Address, tmp_path: Path) -> N
     assert first["recomputed"] > NUM_TOKENS
     assert second["device"] > NUM_TOKENS
     assert second["recomputed"] < 2 * BLOCK_SIZE
+
+
+def test_the_pages_of_a_pdf_are_seen_once_and_then_asked(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    for part in seen.parts():
+        part.save_pretrained(tmp_path / "model")
+    write_pdf(tmp_path / "book.pdf", "\n".join(f"Line {number} of the book" for number in range(120)))
+    with serving(str(tmp_path / "model"), TABLES, tokenizer=seen.tokenizer) as server:
+        output = run("ask_pages.py", *of_server(server), "--last", "2", tmp_path / "book.pdf", "What?", "Who?")
+        num_encoded = server.ask(lambda core: core.images.statistics().num_encoded)
+
+    first, second = origins(output)
+    assert num_encoded == 2
+    assert first.keys() == {"recomputed"}
+    assert second["device"] > first["recomputed"] - 2 * BLOCK_SIZE
 
 
 def test_a_text_may_be_asked_too(server: Address, tmp_path: Path) -> None:
@@ -239,6 +255,9 @@ def failed(name: str, *arguments: object, modules: Path | None = None) -> str:
 
 def needed_arguments(name: str, file: Path) -> list[object]:
     other = {"chat.py": [], "tools_llama_index.py": ["Open?"], "tenants.py": ["--key", "none", file, "What?"]}
+    if name == "ask_pages.py" and file.exists():
+        write_pdf(file.with_suffix(".pdf"), "A page.")
+        file = file.with_suffix(".pdf")
     return [] if name == "ray_serve.py" else other.get(name, [file, "What?"])
 
 
@@ -267,7 +286,10 @@ def test_a_model_that_the_server_lacks_is_one_line(name: str, server: Address, t
     assert re.fullmatch(r"the server answered 404: the server has no model of that name; use one of .*\n", said)
 
 
-@pytest.mark.parametrize("name", [name for name in CLIENTS if name not in ("chat.py", "tools_llama_index.py")])
+READERS = [name for name in CLIENTS if name not in ("ask_pages.py", "chat.py", "tools_llama_index.py")]
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_a_file_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> None:
     if not installed(name):
         pytest.skip("its package is not installed; make .venv/llama-index/installed")
@@ -281,12 +303,15 @@ def test_a_file_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> No
     assert unreadable == f"{binary}: this is not a text file in UTF-8; give a text file\n"
 
 
-def test_a_pdf_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ask_document.py", "ask_pages.py"])
+def test_a_pdf_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.pdf"
     broken.write_bytes(b"%PDF-1.4 and then nothing")
 
-    said = failed("ask_document.py", broken, "What?").splitlines()[-1]
+    absent = failed(name, tmp_path / "absent.pdf", "What?")
+    said = failed(name, broken, "What?").splitlines()[-1]
 
+    assert absent == f"{tmp_path}/absent.pdf: No such file or directory\n"
     assert said.startswith(f"{broken}: this PDF cannot be read (")
 
 
