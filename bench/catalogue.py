@@ -80,6 +80,7 @@ RESULTS = [
     Result("decoding", "bench.engine.decoding", needs=[Need.HISTORY]),
     Result("sampling", "bench.engine.sampling", needs=[Need.HISTORY]),
     Result("structured_output", "bench.engine.structured_output"),
+    Result("images", "bench.engine.images"),
     Result("latent", "bench.engine.latent"),
     Result("hybrid_documents", "bench.engine.hybrid_documents"),
     Result("lora", "bench.engine.lora"),
