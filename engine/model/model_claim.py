@@ -43,7 +43,7 @@ class ModelClaim:
             shared = _models.get(model)
             if shared is None:
                 # A copy of a model that was in use has kvtier's attention function but no claim.
-                own = model.config._attn_implementation
+                own = _attention_of(model)
                 _models[model] = shared = _Shared("eager" if own == IMPLEMENTATION else own, fix_long_rope(model))
             shared.num_claims += 1
         self._shared = shared
@@ -75,7 +75,7 @@ class ModelClaim:
 
     def check(self) -> None:
         """Raise `ChangedModel` if the model's attention function is not kvtier's."""
-        if (found := self._model.config._attn_implementation) != IMPLEMENTATION:
+        if (found := _attention_of(self._model)) != IMPLEMENTATION:
             raise ChangedModel(
                 f"the model's attention was set to {found!r} while kvtier computes with the model; "
                 f"call set_attn_implementation({IMPLEMENTATION!r}) on it, or close the engine first"
@@ -96,5 +96,14 @@ class ModelClaim:
             _models.pop(self._model, None)
             for rope in self._shared.fixed_ropes:
                 rope.undo()
-            if self._model.config._attn_implementation == IMPLEMENTATION:
+            if _attention_of(self._model) == IMPLEMENTATION:
                 self._model.set_attn_implementation(self._shared.own_attention)
+
+
+def _attention_of(model: PreTrainedModel) -> str:
+    """Return the name of the attention function of the model's text layers.
+
+    A model of text and images may have another one for its configuration as a whole, which transformers does not set.
+    """
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
