@@ -19,7 +19,7 @@ from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
 from kvtier.engine.model.state_layers import SlotStates, SplitMixers, StatePart, StateSlab, StateStep
-from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
+from kvtier.engine.model.step_cache import CACHE_ARGUMENT, CountedCache, StepCache, counts_tokens
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.tiers.up.promotion import NO_SLOT
 from kvtier.transfer.device_slab import DeviceSlab
@@ -83,6 +83,7 @@ class PagedModel:
         self.groups = self.layout.groups
         self.geometry = self.layout.geometry
         self.block_bytes = self.layout.block_bytes
+        self._cache = CountedCache if counts_tokens(model) and not len(self._mixers) else StepCache
         self._scratch = Scratch()
         self._row_attention = RowAttention(torch.get_num_threads())
         try:
@@ -133,7 +134,8 @@ class PagedModel:
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, device=self.device),
                 **(image_arguments(self.model, input_ids, lengths, images) if has_images else {}),
-                **{CACHE_ARGUMENT: StepCache(positions, step.receive, step.receive_index)},
+                **{CACHE_ARGUMENT: self._cache(positions, step.receive, step.receive_index)},
+                **({"attention_mask": torch.ones_like(input_ids)[None]} if self._cache is CountedCache else {}),
                 **({} if step.index is None else {"attention_mask": step.index.mask}),
             ).logits
             num_layers = len(self.layers) + len(self._mixers)

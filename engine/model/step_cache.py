@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvtier.engine.model.errors import UnsupportedModel
@@ -47,7 +47,8 @@ class StepCache(Cache):
 
         The offset is the token's position in its prompt minus its index in the batch. A layer that scales queries by
         position (Llama 4) adds the index to the offset, and so gets the position. A model calls the method without
-        *layer_idx* only to compute positions. kvtier passes the positions to the model, so this result is not used.
+        *layer_idx* only to compute positions. kvtier passes the positions to the model, so this result is not used; for
+        models that take no positions, see `CountedCache`.
         """
         if layer_idx is None:
             return 0
@@ -80,6 +81,19 @@ class StepCache(Cache):
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Return the index keys to choose from, given those of the tokens that the layer's indexer is called for."""
         return self._receive_index(indexer_key_states, layer_idx)
+
+
+class CountedCache(StepCache):
+    """A `StepCache` for a model that takes no positions, but numbers tokens by the length of its cache (BART)."""
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Return an offset for each token of the batch, [num_tokens] int64, as `StepCache` does for a layer."""
+        return super().get_seq_length(0 if layer_idx is None else layer_idx)
+
+
+def counts_tokens(model: PreTrainedModel) -> bool:
+    """Return whether the model needs a `CountedCache`, and an attention mask in place of one of the cache's length."""
+    return "position_ids" not in inspect.signature(model.forward).parameters
 
 
 def _refuse_state(layer_idx: int | None) -> NoReturn:
