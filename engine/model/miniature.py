@@ -137,6 +137,24 @@ def _cut_heads(config: PreTrainedConfig) -> None:
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = few
     config.hidden_size = config.num_attention_heads * head_dim
+    _cut_linear_heads(config)
+
+
+def _cut_linear_heads(config: PreTrainedConfig) -> None:
+    """Cut the number of heads of linear attention and of Mamba 2, keeping their size.
+
+    The number of values for each key stays. Mamba's heads have `mamba_expand` times the hidden size together.
+    """
+    num_keys = getattr(config, "linear_num_key_heads", None)
+    num_values = getattr(config, "linear_num_value_heads", None)
+    if num_keys and num_values:
+        config.linear_num_key_heads = min(2, num_keys)
+        config.linear_num_value_heads = config.linear_num_key_heads * (num_values // num_keys)
+    if getattr(config, "linear_num_heads", None):
+        config.linear_num_heads = min(2, config.linear_num_heads)
+    expand, head_dim = getattr(config, "mamba_expand", None), getattr(config, "mamba_d_head", None)
+    if expand and isinstance(head_dim, int) and hasattr(config, "mamba_n_heads"):
+        config.mamba_n_heads = max(1, expand * config.hidden_size // head_dim)
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
