@@ -3477,6 +3477,13 @@ BUGS = [
         "tests/connectors/test_vllm_drafters.py",
     ),
     Bug(
+        "vLLM is not told to keep the state at the end of a document that is asked about again",
+        "connectors/vllm_connector/scheduler_side.py",
+        "            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tracked.junction)\n",
+        "            pass\n",
+        "tests/connectors/test_vllm_states.py",
+    ),
+    Bug(
         "what was computed from pages that were not loaded is stored with the next step",
         "connectors/vllm_connector/scheduler_side.py",
         "            num_tokens = each.placement.limit(each.num_tokens)\n",

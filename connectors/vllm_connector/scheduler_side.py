@@ -16,7 +16,7 @@ from kvtier.connectors.vllm_connector.vllm_request import NULL_PAGE, Pages, Stat
 from kvtier.connectors.weights_lineage import WeightsLineage
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
-from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
+from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single
 from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import HostMemory
@@ -38,6 +38,7 @@ class TrackedRequest:
     num_local: int = 0  # tokens in vLLM's own cache at the last lookup
     inquiry: Inquiry | None = None  # query to the remote tier, since the last allocation
     is_settled: bool = False  # the length of the hit has been reported to vLLM
+    junction: int = 0  # tokens after which only recurrent states are missing, if that is longer than the hit
     offered_at: float = float("-inf")
     is_over: bool = False  # the request has ended, and its blocks are offered for the last time
     why_unstored: Unstored = Unstored.LATE  # why blocks of the request got no slot when they were last offered
@@ -155,8 +156,18 @@ class SchedulerSide:
         return self._stores.is_digesting
 
     def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
-        """Return how many tokens after the first *num_computed* will be loaded, or None while this is unknown."""
+        """Return how many tokens after the first *num_computed* will be loaded, or None while this is unknown.
+
+        If more of the prompt is cached than the hit, and only a recurrent state is missing, tell vLLM to keep the state
+        there. So the next prompt with the same beginning finds the state.
+        """
         tracked = self._tracked(request)
+        num_matched = self._num_matched(tracked, num_computed)
+        if num_matched is not None and tracked.junction > num_computed + num_matched:
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tracked.junction)
+        return num_matched
+
+    def _num_matched(self, tracked: TrackedRequest, num_computed: int) -> int | None:
         tracked.num_local = num_computed
         if tracked.asked_at is None:
             tracked.asked_at = self._clock()
@@ -183,7 +194,7 @@ class SchedulerSide:
         if num_loaded:
             self._plan(tracked, pages, tracked.num_local, end)
         self._drop(tracked)
-        tracked.asked_at, tracked.inquiry, tracked.is_settled = None, None, False
+        tracked.asked_at, tracked.inquiry, tracked.is_settled, tracked.junction = None, None, False, 0
         self._refresh(tracked, end)
 
     def on_plan_failed(self, request_id: str, pages: Pages) -> None:
@@ -360,7 +371,12 @@ class SchedulerSide:
             return None
         if not is_late and not self._has_asked(tracked, tracked.names, num_computed):
             return None
-        end = self._num_found(tracked.names, num_computed, tracked.request.num_tokens - 1)
+        limit = tracked.request.num_tokens - 1
+        end = self._num_found(tracked.names, num_computed, limit)
+        if not all(group.resumes_inside for group in self._groups):
+            limit = min(limit, self._num_named(tracked.names))
+            first_hole = self._first_hole(tracked.names, num_computed)
+            tracked.junction = longest_single(limit // self._unit * self._unit, self._groups, first_hole)
         if end <= num_computed or is_late:
             tracked.is_settled = True
             self.counts.late_loads += end > num_computed
@@ -403,20 +419,32 @@ class SchedulerSide:
         The first *num_computed* tokens are in vLLM's own cache, later ones may be in the sidecar's tiers. Returns 0 if
         no later block has a name yet.
         """
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            size = self._groups[group_id].block_size
-            start = max(start, num_computed // size)  # vLLM has the earlier blocks
-            if start >= end:
-                return end
-            return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
-
-        limit = min([limit, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
+        first_hole = self._first_hole(names, num_computed)
+        limit = min(limit, self._num_named(names))
         for group_id in self._depend_on_next:
             # The name of the block after a drafter's block covers the token on which the drafter's block depends.
             found = longest_hit(limit, self._groups, first_hole, [group_id])
             limit = max(0, found - self._groups[group_id].block_size)
         return longest_hit(limit // self._unit * self._unit, self._groups, first_hole) if limit > num_computed else 0
+
+    def _num_named(self, names: RequestNames) -> int:
+        """Return the number of tokens whose blocks have names in every group."""
+        return min(names.num_blocks(group.block_size) * group.block_size for group in self._groups)
+
+    def _first_hole(self, names: RequestNames, num_computed: int) -> Callable[[int, int, int], int]:
+        """Return a function that finds the first missing block of a range, see `longest_hit`.
+
+        vLLM itself has the blocks of the first *num_computed* tokens.
+        """
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            size = self._groups[group_id].block_size
+            start = max(start, num_computed // size)
+            if start >= end:
+                return end
+            return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
+
+        return first_hole
 
     def _plan(self, tracked: TrackedRequest, pages: Pages, start: int, end: int) -> None:
         """Plan the load of tokens *start* to *end* - 1, part of a reported hit, into *pages* in the next step."""

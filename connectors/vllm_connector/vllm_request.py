@@ -23,8 +23,11 @@ class VllmRequest(Protocol):
     """vLLM's `Request` in its scheduler.
 
     *block_hashes* has one hash for each full block of vLLM's smallest block size, and only grows. The hashes cover
-    tokens, salts, images and the adapter's name, but not the adapter's weights.
+    tokens, salts, images and the adapter's name, but not the adapter's weights. vLLM keeps the recurrent state after
+    *shared_prefix_boundary* tokens, which it sets itself before it asks the connector.
     """
+
+    shared_prefix_boundary: int
 
     @property
     def request_id(self) -> str: ...

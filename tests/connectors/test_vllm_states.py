@@ -111,6 +111,26 @@ def test_a_prompt_continues_at_the_longest_state_that_all_its_blocks_reach(bed: 
     assert num_found(bed, request) == 40
 
 
+def test_a_document_has_a_state_at_its_end_once_a_second_question_about_it_was_asked(bed: ConnectorBed) -> None:
+    """vLLM itself does so too, but knows only what its own cache has."""
+    document = bed.prompt(30)
+    questions = [bed.request([*document, *bed.prompt(12)]) for _ in range(3)]
+
+    assert [bed.run(question) for question in questions] == [0, 0, 28]
+    assert [question.shared_prefix_boundary for question in questions] == [0, 28, 0]
+
+
+def test_vllms_own_place_for_a_state_is_kept_if_it_is_further(bed: ConnectorBed) -> None:
+    document = bed.prompt(30)
+    bed.run(bed.request([*document, *bed.prompt(12)]))
+    question = bed.request([*document, *bed.prompt(12)], shared_prefix_boundary=32)
+
+    assert bed.match(question) == 0
+    assert question.shared_prefix_boundary == 32
+    bed.allocate(question, 0)
+    bed.end(question)
+
+
 def test_each_of_two_requests_of_a_step_loads_its_own_state(bed: ConnectorBed) -> None:
     requests = [scheduled(bed) for _ in range(2)]
     bed.step({request.request_id: NUM_TOKENS for request in requests}, *requests)

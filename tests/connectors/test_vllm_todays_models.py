@@ -145,6 +145,22 @@ def test_prompts_that_share_a_document_continue_at_its_kept_states(folder: Path,
     assert shared["scheduled"] <= 2 * (740 - 2 * INTERVAL)
 
 
+def test_a_third_question_after_a_restart_continues_at_the_documents_end(folder: Path, sidecar: OwnSidecar) -> None:
+    """By itself, vLLM would keep a state there only if its own cache had the document."""
+    model, document = make_model(PYTHON, folder, "qwen3_next"), prompt(3)[:700]
+    questions = [document + prompt(seed, 400) for seed in (4, 5, 6)]  # each has a state of its own after 1,024 tokens
+    with engine(model, sidecar, dtype="bfloat16") as first:
+        first.generate([questions[0]])
+    with engine(model, sidecar, dtype="bfloat16") as second:
+        asked_again = second.generate([questions[1]])
+        second.reset()
+        third = second.generate([questions[2]])
+        cold = second.generate([questions[2]], salt="apart")
+
+    assert (asked_again["scheduled"], third["scheduled"]) == (1100, 1100 - 2 * INTERVAL)
+    assert third["tokens"] == cold["tokens"]
+
+
 @pytest.fixture(
     scope="module",
     params=[

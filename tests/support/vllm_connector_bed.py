@@ -62,6 +62,7 @@ class FakeRequest:
     lora_request: FakeAdapter | None = None
     cache_salt: str | None = None
     num_computed_tokens: int = 0
+    shared_prefix_boundary: int = 0
     pages: list[list[int]] = field(default_factory=list)
 
     @property
@@ -258,11 +259,13 @@ class ConnectorBed:
 
     def states(self, request: FakeRequest, start: int, num_tokens: int) -> list[StatePage]:
         """The pages of recurrent states that vLLM says it has when these tokens are computed: those of the last block
-        that they complete before the prompt's last token, and of every *state_interval* blocks."""
+        that they complete before the prompt's last token, that at the shared boundary, and of every
+        *state_interval* blocks."""
         end = start + num_tokens
         last = min(end, request.num_tokens - 1) // BLOCK
         ends = range(start // BLOCK + 1, end // BLOCK + 1)
-        kept = [i for i in ends if i == last or (self.state_interval and i % self.state_interval == 0)]
+        always = (last, request.shared_prefix_boundary // BLOCK)
+        kept = [i for i in ends if i in always or (self.state_interval and i % self.state_interval == 0)]
         return [
             StatePage(group_id, request.pages[group_id][i - 1], i * BLOCK)
             for group_id, group in enumerate(self.groups)
