@@ -53,7 +53,10 @@ class Images(Protocol):
     """The image part of an engine, or the reason why it has none."""
 
     def prepare(self, token_ids: Sequence[int], images: Sequence["Image"], cache_salt: str | None) -> PreparedPrompt:
-        """Return the tokens of a prompt with images. Any thread but the engine's may call this.
+        """Return the tokens of a prompt with images.
+
+        Any thread may call this. It decodes the images and may read from disk, so an engine that serves several callers
+        does not call it in its own thread.
 
         Raises:
             ImageError: If the model sees no images, or if these cannot be used.
