@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 from kvtier.engine.build_core import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config, size_text
 from kvtier.engine.core import EngineCore, EngineStatistics, with_images
+from kvtier.engine.images.chat_prompt import chat_prompt
 from kvtier.engine.images.engine_images import Images
 from kvtier.engine.images.image_prompt import ImagePrompt, PreparedPrompt
 from kvtier.engine.model.checkpoint import Checkpoint
@@ -113,6 +114,30 @@ class LLM:
                 self.core.check_model_unchanged()
             keys = keyed(self.core, extra, lora, cache_salt)
             return self._generate(as_prompts(prompts), sampling, keys, arrived_at, options, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """Generate the assistant's answer to a conversation, which is written with the model's chat template.
+
+        Args:
+            messages: Messages with a `role` and a `content`: a text, or a list of parts `{"type": "text", "text": ...}`
+                and `{"type": "image", "image": ...}`, whose image is a PIL image.
+            sampling: As in `generate`.
+            lora: As in `generate`.
+            cache_salt: As in `generate`.
+
+        Raises:
+            ValueError: As in `generate`, or if the tokenizer has no chat template or rejects the messages.
+        """
+        prompt = chat_prompt(self.core.tokenizer, messages)
+        (done,) = self.generate(prompt, sampling, lora=lora, cache_salt=cache_salt)
+        return done
 
     def _generate(
         self,

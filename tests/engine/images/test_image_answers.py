@@ -260,6 +260,33 @@ def test_an_adapter_of_the_text_layers_works_with_images_and_one_of_the_encoder_
     assert adapted[0].token_ids == adapted[1].token_ids != plain.token_ids
 
 
+def test_a_chat_with_images_is_written_with_the_models_template(seen: VisionModel, tmp_path: Path) -> None:
+    image = picture(1, *SIZE)
+    content = [{"type": "text", "text": "See "}, {"type": "image", "image": image}, {"type": "text", "text": "!"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    written = f"system:Be brief.\nuser:See {seen.in_prompt}!\nassistant:"
+
+    with llm_of(seen, tables(tmp_path)) as llm:
+        done = llm.chat(messages, GREEDY)
+        text_only = llm.chat([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], GREEDY)
+
+    assert done.token_ids == plain_answer(seen, written, [image], NUM_NEW)
+    assert text_only.token_ids == plain_answer(seen, "user:Hello\nassistant:", [], NUM_NEW)
+
+
+def test_a_chat_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    with llm_of(seen, tables(tmp_path)) as llm:
+        with pytest.raises(ValueError, match="unknown part 'video' of a message; give texts and images"):
+            llm.chat([{"role": "user", "content": [{"type": "video", "video": "a"}]}])
+        seen.tokenizer.chat_template = "{{ raise_exception('no users') }}"
+        with pytest.raises(ValueError, match="the model's chat template rejects these messages: no users"):
+            llm.chat([{"role": "user", "content": "a"}])
+        seen.tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="the model's tokenizer has no chat template; use generate"):
+            llm.chat([{"role": "user", "content": "a"}])
+
+
 def test_metrics_tell_how_often_the_encoder_ran(tmp_path: Path) -> None:
     seen = build_vision("smolvlm")
     with llm_of(seen, tables(tmp_path)) as llm:
