@@ -84,6 +84,7 @@ RESULTS = [
     Result("latent", "bench.engine.latent"),
     Result("hybrid_documents", "bench.engine.hybrid_documents"),
     Result("lora", "bench.engine.lora"),
+    Result("model_coverage", "bench.engine.model_coverage"),
     Result("paged_attention", "bench.engine.paged_attention", needs=[Need.CUDA]),
     Result("load_or_recompute", "bench.engine.load_or_recompute", reads_trace=True),
     Result("slow_disk", "bench.engine.slow_disk"),

@@ -88,6 +88,7 @@ SLOW = {
     "demo_ttft",
     "exactness",
     "miss_cost",
+    "model_coverage",
     "observability_cardinality",
     "observability_cost",
     "observability_page",

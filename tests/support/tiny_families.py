@@ -126,6 +126,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT,
     "bailing_hybrid": LATENT,
+    "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_config": {"hidden_size_global": 64, "num_key_value_heads": 4},
@@ -154,6 +155,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 8},
     "kimi_linear": LATENT,
     "laguna": {"layer_types": SLIDING},
     "lfm2": {"layer_types": CONVOLUTION},
@@ -248,9 +250,10 @@ def tiny_model(family: str, **more: Any) -> PreTrainedModel:
 
 
 def _first_reason(message: str) -> str:
-    """Return the first line of an error's message, without the names of the checks of a configuration."""
+    """Return the first sentence of an error's message, without the names of the checks of a configuration."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return next((line for line in lines if "alidation error for" not in line), message)
+    line = next((line for line in lines if "alidation error for" not in line), message)
+    return line.removeprefix("ValueError: ").partition(". ")[0]
 
 
 def _built(config: PreTrainedConfig) -> PreTrainedModel:
