@@ -71,7 +71,7 @@ class ServerPlan:
         yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
         if self.state_bytes:
             kept = _kept_states(self.state_interval)
-            yield f"states     {self.state_bytes:,} bytes each; of a prompt, {kept} are kept"
+            yield f"states     {self.state_bytes:,} bytes each; {kept}"
         for tier in self.tiers:
             size = size_text(tier.capacity_bytes)
             states = f" {tier.num_states:>8,} states" if self.state_bytes else ""
@@ -126,7 +126,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
         None if config.remote is None else config.remote.where,
         config.sidecar,
         documents_path(config),
-        list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
+        list(_remarks(checkpoint, config, model_tokens, longest, layout)),
         settings_without_effect(config, groups, keys),
         [
             *_refusals(tiers, layout),
@@ -163,9 +163,8 @@ def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> Gpu
 
 
 def _kept_states(interval: int | None) -> str:
-    if interval is None or interval == 0:
-        return "those where it ends and where it parts from others"
-    return f"one every {interval:,} tokens, and those where it ends and where it parts from others,"
+    every = f"every {interval:,} tokens, " if interval else ""
+    return f"kept {every}at ends of prompts and answers, and where prompts diverge"
 
 
 def _tier_sizes(config: Config, share: GpuShare | None, layout: PagedLayout) -> Iterator[TierSize]:
@@ -191,7 +190,8 @@ def _refusals(tiers: list[TierSize], layout: PagedLayout) -> Iterator[str]:
         if tier.name == "disk":
             needed = max_bytes(needed)
         if min(layout.num_slots(tier.capacity_bytes, minimum)) < minimum:
-            held = f"{tier.num_blocks} blocks" if tier.num_blocks < minimum else f"{tier.num_states} states"
+            is_short_of_blocks = layout.num_attention_groups and tier.num_blocks < minimum
+            held = f"{tier.num_blocks} blocks" if is_short_of_blocks else f"{tier.num_states} states"
             yield f"{tier.name}.capacity: holds {held}; use {needed} bytes or more"
 
 
@@ -233,11 +233,11 @@ def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str
 
 
 def _remarks(
-    checkpoint: Checkpoint, config: Config, model_tokens: int | None, longest: int, block_bytes: int
+    checkpoint: Checkpoint, config: Config, model_tokens: int | None, longest: int, layout: PagedLayout
 ) -> Iterator[str]:
     server = config.server
     if model_tokens is not None and longest < model_tokens:
-        needed = -(-model_tokens // config.device.block_size) * block_bytes
+        needed = layout.capacity_for(-(-model_tokens // config.device.block_size))
         these = f"requests from {longest + 1:,} to {model_tokens:,} tokens"
         yield f"{these}: device.capacity {size_text(needed)} would hold them"
     if server.max_prompt_tokens is not None and server.max_prompt_tokens >= longest:

@@ -249,7 +249,8 @@ class TieredCache:
     def commit_state(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Name the recurrent states of a request at the end of its last full block. Call this before `release`.
 
-        So the next turn of a chat resumes there, after most of the answer, even if `commit` names few states.
+        The next turn of a chat can then resume there, after most of the answer, even if `commit` names few states. The
+        request must have committed *num_computed* tokens.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             block_id = num_computed // group.block_size - 1

@@ -101,7 +101,7 @@ class Desk:
 def main() -> None:
     """Measure the times to the first token, and publish the rows."""
     options = arguments(__doc__ or "").parse_args()
-    num_documents, num_tokens = options.effort.of(20, quick=4), options.effort.of(4_000, quick=600)
+    num_documents, num_tokens = options.effort.of(20, quick=4), options.effort.of(8_000, quick=600)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         desk = Desk(Path(folder), num_documents, num_tokens)
         alone, tiers = stack.enter_context(desk.engine(False)), desk.engine(True)

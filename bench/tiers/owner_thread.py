@@ -377,7 +377,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         hit = bed.cache.lookups.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
         calls.time("SlotDemand, a window", partial(max_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
-        calls.time("SharedPrefill.has_to_wait", partial(shared.has_to_wait, long, others))
+        calls.time("SharedPrefill.awaited", partial(shared.awaited, long, others))
         calls.time("LookAhead.look", partial(look_ahead.look, queue))
         calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))
     for waiting in list(queue):

@@ -173,8 +173,8 @@ def _own(paged: PagedModel, token_ids: list[int], ends: Sequence[int], tolerance
     if not (error := _error(last, plain[-1])) <= tolerance:
         raise UnsupportedModel(
             f"{type(paged.model).__name__}: transformers does not compute a prompt in several chunks correctly with it "
-            f"(its logits differ by {error:.1e} of the largest logit), because it does not resume from its recurrent "
-            "state"
+            f"(its logits differ by {error:.1e} of the largest logit), probably because it ignores its recurrent state "
+            "at the beginning of a chunk"
         )
     return _resumed(paged, token_ids, ends)
 

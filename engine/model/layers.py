@@ -226,9 +226,9 @@ class _Observation:
         num_layers = self._config.num_hidden_layers
         kinds = getattr(self._config, "layer_types", None) or [None] * num_layers
         idle = {layer_id for layer_id, kind in enumerate(kinds) if kind in KEEPS_NOTHING}
-        if {*self.layers, *states.layer_ids} != set(range(num_layers)) - idle:
+        if (seen := {*self.layers, *states.layer_ids}) != set(range(num_layers)) - idle:
             raise UnsupportedModel(
-                f"{len(self.layers)} of its {num_layers} layers call the attention function that is registered with "
+                f"{len(seen)} of its {num_layers} layers call the attention function that is registered with "
                 "transformers (AttentionInterface); kvtier cannot cache the state of the other layers"
             )
 

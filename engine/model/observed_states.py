@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.state_layers import StateKey, StateLayers, StateTensor, padded
 from kvtier.engine.model.step_cache import Receive, ReceiveIndex, StepCache
 
@@ -25,7 +26,15 @@ class ObservingCache(StepCache):
 
     @property
     def states(self) -> StateLayers:
-        """The states recorded so far."""
+        """The states recorded so far.
+
+        Raises:
+            UnsupportedModel: If a module that keeps a state contains another one, because each of them would divide the
+                batch into requests.
+        """
+        mixers = list(self._mixers.values())
+        if any(inner is not outer and inner in outer.modules() for outer in mixers for inner in mixers):
+            raise UnsupportedModel("a module that keeps a recurrent or convolution state contains another such module")
         return StateLayers(tuple(self._tensors.values()), tuple(self._mixers.values()))
 
     @contextmanager
@@ -52,8 +61,8 @@ class ObservingCache(StepCache):
     ) -> torch.Tensor:
         """Record a convolution's state, and return its inputs, [1, channels, num_tokens], after the zeros before them.
 
-        The layer keeps its last *conv_kernel_size* inputs. Without this argument, it always hands over all that it
-        keeps.
+        The layer keeps its last *conv_kernel_size* inputs. Without this argument, the layer always passes its complete
+        state.
         """
         width: int = kwargs.get("conv_kernel_size") or conv_states.shape[-1]
         self._record(StateKey(layer_idx, True, state_idx), (*conv_states.shape[1:-1], width), conv_states.dtype)

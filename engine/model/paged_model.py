@@ -35,8 +35,9 @@ class Chunk:
     """Consecutive tokens of one request that a step computes.
 
     The request must hold leases on the blocks of *tables*, so that they are not evicted during the step. In the group
-    of states, the state after the chunk is written to the slot of its last token's block. The state before the chunk is
-    in the slot of the block before, from which it is copied; if that block has no slot, it is in the same slot.
+    of states, the state after the chunk is written to the slot of its last token's block. The chunk goes on from the
+    state in the slot of the block of token *start* - 1, which is copied first if it is another slot. If that block has
+    NO_SLOT, the state is in the target slot already.
     """
 
     token_ids: Sequence[int]
@@ -72,6 +73,7 @@ class PagedModel:
                 layers = self.observed.attention
                 self._ranks = {layer_id: layer.ranks for layer_id, layer in layers.items() if layer.rank}
                 self._matrices = matrices_of(model, self._ranks)
+                self._mixers = SplitMixers(self.observed.states)
                 self._indexers = Indexers(model, [layer_id for layer_id, layer in layers.items() if layer.index])
                 self.claim.begin()
             self.layout = paged_layout(self.observed, block_size, model.dtype)
@@ -79,7 +81,6 @@ class PagedModel:
             self.claim.release()
             raise
         self.layers = tuple(layers.values())  # those with attention
-        self._mixers = SplitMixers(self.observed.states)
         self.groups = self.layout.groups
         self.geometry = self.layout.geometry
         self.block_bytes = self.layout.block_bytes
@@ -176,6 +177,7 @@ class PagedModel:
                 )
                 if chunk.start and before not in (now, NO_SLOT):
                     slab.copy(before, now)
+                assert now != NO_SLOT, "a chunk without a slot for its state"
                 slots.append(now)
             step = StateStep(_state_parts(slab, chunks, ends, slots), ends[-1])
         with self._mixers.on(step):

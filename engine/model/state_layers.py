@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from kvtier.engine.model.errors import ChangedModel
+
+# The alignments are part of the layout of a block: raise LAYOUT_VERSION when you change them.
 ALIGNMENT_BYTES = 64  # of each tensor in a slot: a multiple of every dtype's size
 SLOT_ALIGNMENT_BYTES = 4096  # of a slot: a memory page, so that direct I/O can read and write it
 
@@ -87,10 +91,11 @@ class StateSlab:
 
 
 class SlotStates(Cache):
-    """The cache that a mixer is given for some rows of a batch: the states in the slots of their requests.
+    """A cache over the slots of some requests of a batch, which a mixer is given for their rows.
 
-    The methods have the meaning that they have in transformers' `LinearAttentionLayer`. A mixer may also write into
-    the tensors that `get_conv_state` and `get_recurrent_state` return.
+    The methods have the meaning that they have in transformers' `LinearAttentionLayer`, except that
+    `has_previous_state` does not change during a pass. A mixer may also write into the tensors that `get_conv_state`
+    and `get_recurrent_state` return.
     """
 
     def __init__(self, slab: StateSlab, slots: Sequence[int], has_earlier: bool) -> None:
@@ -120,8 +125,8 @@ class SlotStates(Cache):
         """Keep the last of a layer's inputs to its convolution, [batch, channels, num_tokens].
 
         Returns:
-            The kept inputs before these, followed by these. Before a prompt's first token nothing is kept; zeros are
-            returned in front of its inputs if these are fewer than are kept.
+            The stored inputs followed by *conv_states*. Without earlier tokens: *conv_states*, with zeros in front if
+            they have fewer tokens than are stored.
         """
         key = StateKey(layer_idx, True, state_idx)
         before, state = self._earlier(key), self._state(key)
@@ -198,6 +203,10 @@ class StateStep:
     mixers_seen: set[int] = field(default_factory=set)  # ids of the mixers that were called
 
 
+# The pass that this thread computes. Other threads may call the model meanwhile, and must not use its slots.
+_current_step: ContextVar[StateStep] = ContextVar("kvtier_state_step")
+
+
 class SplitMixer:
     """A replacement for the `forward` of a mixer, which computes each request of a batch from its own states.
 
@@ -207,12 +216,19 @@ class SplitMixer:
 
     def __init__(self, mixer: torch.nn.Module) -> None:
         self._forward = mixer.forward
-        self.step: StateStep | None = None  # set while a pass runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the mixer computes for all rows of the batch."""
-        step = self.step
-        assert step is not None, "a mixer runs outside of a pass"
+        """Return what the mixer computes for all rows of the batch.
+
+        Raises:
+            ChangedModel: If another thread uses the model while an engine computes with it.
+        """
+        step = _current_step.get(None)
+        if step is None:
+            raise ChangedModel(
+                "an engine of kvtier computes with the model in another thread; close the engine to use the model "
+                "without it"
+            )
         step.mixers_seen.add(id(self))
         whole: Any = None
         for part in step.parts:
@@ -243,14 +259,14 @@ class SplitMixers:
     def on(self, step: StateStep) -> Iterator[None]:
         """Let the mixers use the slots of *step* in the forward pass that runs in the context."""
         before = [vars(mixer).get("forward") for mixer, _ in self._mixers]
+        token = _current_step.set(step)
         for mixer, split in self._mixers:
-            split.step = step
             vars(mixer)["forward"] = split
         try:
             yield
         finally:
-            for (mixer, split), forward in zip(self._mixers, before, strict=True):
-                split.step = None
+            _current_step.reset(token)
+            for (mixer, _), forward in zip(self._mixers, before, strict=True):
                 if forward is None:
                     vars(mixer).pop("forward", None)
                 else:

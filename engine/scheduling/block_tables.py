@@ -9,8 +9,9 @@ from kvtier.tiers.up.promotion import NO_SLOT, Table
 def num_new_slots(group: AttentionGroup, table: Table, num_computed: int, num_tokens: int) -> int:
     """Return how many new slots a request needs in a group, to compute the tokens *num_computed* to *num_tokens* - 1.
 
-    A block of keys and values needs one slot. Of recurrent states, only the one at the chunk's end is kept. It needs a
-    slot if the state that it continues may be read again, because that is the state at the end of a block.
+    A block of keys and values needs one slot. Of recurrent states, only the one at the chunk's end has a slot. It is a
+    new slot if the chunk begins at the beginning of a block, because the state there may have a name and must not be
+    overwritten. Otherwise the slot is reused.
     """
     num_blocks = -(-num_tokens // group.block_size) - len(table)
     if not isinstance(group, RecurrentState):

@@ -19,6 +19,7 @@ from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import RecurrentState
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.layer_gate import LayerGate
@@ -86,6 +87,7 @@ class Scheduler:
         self._max_running = min(config.max_running, config.token_budget)  # so that every request can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
+        self._has_states = any(isinstance(group, RecurrentState) for group in cache.groups)
         self._num_slots = cache.free_slots()  # all slots, because nothing is leased yet
 
     @property
@@ -227,8 +229,11 @@ class Scheduler:
         for request in islice(self.waiting, self._max_running):
             if _loading_of(request).is_asking:
                 continue
-            if not self._shared_prefill.has_to_wait(request, prefilling):
+            other = self._shared_prefill.awaited(request, prefilling)
+            if other is None:
                 return request
+            if self._has_states and (other.junction or 0) <= other.num_computed:
+                other.junction = num_common_tokens(request, other)  # so that this request can resume there
             _loading_of(request).defer()
         return None
 
@@ -359,9 +364,17 @@ class Scheduler:
         return num_tokens
 
     def _within_chunk(self, request: Request, num_tokens: int) -> int:
-        """Return *num_tokens*, reduced so that the request's chunk ends where a recurrent state is to be kept."""
-        end = self._cache.chunk_end(request.num_computed, request.boundaries)
-        return num_tokens if end is None else min(num_tokens, end - request.num_computed)
+        """Return *num_tokens*, reduced so that the request's chunk ends where a recurrent state is to be kept.
+
+        A chunk that ends before the known tokens do ends with a full block, so that a preempted request can resume.
+        """
+        if not self._has_states:
+            return num_tokens
+        start, block_size = request.num_computed, self._cache.block_size
+        if num_tokens < request.num_to_compute:
+            num_tokens = max((start + num_tokens) // block_size * block_size - start, 0) or num_tokens
+        end = self._cache.chunk_end(start, request.boundaries)
+        return num_tokens if end is None else min(num_tokens, end - start)
 
     def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
         """Return *num_tokens*, reduced so that the step computes at most `_max_scored` prompt logprobs."""
@@ -450,17 +463,21 @@ class SharedPrefill:
         """Create the policy. A request waits only if at least *min_tokens* shared tokens are still to be computed."""
         self._min_tokens = min_tokens
 
-    def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
-        """Return whether one of the *prefilling* requests will soon have computed a prefix that this request needs.
+    def awaited(self, request: Request, prefilling: Collection[Request]) -> Request | None:
+        """Return the one of the *prefilling* requests that will soon have computed a prefix that this request needs.
 
-        Less urgent requests do not count, because they may be preempted. Requests with a limit on their loads do not
-        count either: they recompute blocks that this request may be able to load from the cache.
+        Returns None if the request need not wait. Less urgent requests do not count, because they may be preempted.
+        Requests with a limit on their loads do not count either: they recompute blocks that this request may be able to
+        load from the cache.
         """
-        return request.reads_cache and any(
-            self._num_tokens_ahead(request, other) >= self._min_tokens
+        if not request.reads_cache:
+            return None
+        usable = (
+            other
             for other in prefilling
             if other.reads_cache and other.options.takes_all_hits and other.options.priority <= request.options.priority
         )
+        return next((other for other in usable if self._num_tokens_ahead(request, other) >= self._min_tokens), None)
 
     @staticmethod
     def _num_tokens_ahead(request: Request, other: Request) -> int:

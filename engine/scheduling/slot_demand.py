@@ -12,6 +12,8 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState
 from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
+MAX_WITHOUT_KV = 1 << 20  # tokens of a request to a model whose states take the same memory for any length
+
 
 class SlotDemand:
     """An estimate of the device slots that requests need, so that the scheduler admits only requests that fit.
@@ -99,7 +101,7 @@ def longest_request(
 
     *num_slots* is the number of device slots of each attention group. The result is at most *model_limit*, the model's
     context length. If *model_limit* is None, the result is at most the number of tokens that fit into the slots of the
-    largest group.
+    largest group, or `MAX_WITHOUT_KV` if the model keeps only recurrent states.
     """
 
     def fits(num_tokens: int) -> bool:
@@ -107,7 +109,8 @@ def longest_request(
         return all(blocks <= slots for blocks, slots in pairs)
 
     pairs = zip(groups, num_slots, strict=True)
-    limit = max(group.block_size * slots for group, slots in pairs) if model_limit is None else model_limit
+    sizes = [group.block_size * slots for group, slots in pairs if not isinstance(group, RecurrentState)]
+    limit = max(sizes, default=MAX_WITHOUT_KV) if model_limit is None else model_limit
     if fits(limit):
         return limit
     minimum = 0  # known to fit

@@ -182,3 +182,15 @@ def test_a_second_engine_finds_the_states_in_a_sidecar(family: str, tmp_path: Pa
 
     assert done.token_ids == expected.token_ids == plain_greedy(model, prompt, NUM_NEW)
     assert done.tokens.host == PROMPT_END
+
+
+def test_a_prompt_that_waits_for_a_shared_document_resumes_where_the_document_ends(tmp_path: Path) -> None:
+    model = build_states("Qwen3_5Text")
+    document = prompt_of(1, 200)
+    prompts = [document + prompt_of(seed, 30) for seed in (2, 3, 4)]
+
+    with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
+        done = llm.generate(prompts, GREEDY)
+
+    assert [answer.token_ids for answer in done] == [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    assert [answer.tokens.device for answer in done] == [0, 192, 192]

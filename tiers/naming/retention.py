@@ -41,11 +41,10 @@ class Retention:
             )
 
     def next_end(self, num_tokens: int, boundaries: Sequence[int]) -> int | None:
-        """Return the next position after the first *num_tokens* tokens at which a recurrent state is kept, or None.
+        """Return the next position after *num_tokens* where a chunk must end so that a recurrent state is kept there.
 
-        A state exists only at the end of a chunk, so a chunk of the prefill should not pass such a position.
-        *boundaries* are as in `kept`. Returns None if every chunk may end anywhere: if no group keeps states, or if a
-        state is kept wherever there is one and *boundaries* have been passed.
+        A state exists only at the end of a chunk. *boundaries* are as in `kept`. Returns None if no such position lies
+        ahead, or if no group keeps states.
         """
         if not self._has_states:
             return None

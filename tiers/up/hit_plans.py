@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import LowerTiers
-from kvtier.tiers.naming.groups import alignment
+from kvtier.tiers.naming.groups import RecurrentState, alignment
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import GroupTiers
 from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner, LoadSpeeds
@@ -58,7 +58,7 @@ class HitPlans:
 
         Returns None while the speed of a required lane (the queue of copies between two tiers) is unknown.
         """
-        demand = self._hits.demand(hit, self._alignment)
+        demand = self._hits.demand(hit, self._step(hit))
         return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 
     def limit_load(self, hit: Hit, num_tokens: int) -> Hit:
@@ -99,13 +99,18 @@ class HitPlans:
         busy_s: float,
         choose: Callable[[Demand, int, float, LoadSpeeds], LoadPlan],
     ) -> Hit:
-        demand = self._hits.demand(hit, self._alignment)
+        demand = self._hits.demand(hit, self._step(hit))
         if demand is None:
             return hit
         plan = choose(demand, num_tokens, busy_s, self._speeds)
         if plan.end == hit.num_tokens:
             return replace(hit, start=plan.start) if plan.start else hit
         return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+
+    def _step(self, hit: Hit) -> int:
+        """Return by how many tokens the hit may be shortened: if it has recurrent states, only as a whole."""
+        has_states = any(isinstance(group.attention, RecurrentState) for group in self._groups)
+        return max(hit.num_tokens, self._alignment) if has_states else self._alignment
 
     @property
     def _speeds(self) -> LoadSpeeds:

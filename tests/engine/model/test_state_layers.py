@@ -1,6 +1,7 @@
 """Recurrent and convolution states in slots: a packed step gives the logits that a request alone gives."""
 
 import random
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -208,3 +209,28 @@ def test_the_interval_of_a_large_state_is_as_many_tokens_as_have_its_size() -> N
     assert interval % BLOCK_SIZE == 0
     tokens_bytes = interval // BLOCK_SIZE * layout.token_block_bytes
     assert layout.states.slot_bytes <= tokens_bytes < layout.states.slot_bytes + layout.token_block_bytes
+
+
+def test_another_thread_cannot_use_the_states_of_a_pass() -> None:
+    model = build_states("Mamba2")  # without attention, which would refuse the call too
+    runner = runner_of(model)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(input_ids=torch.tensor([prompt_of(2, 5)]))
+        except ChangedModel as error:
+            raised.append(error)
+
+    def call_meanwhile(*args: object) -> None:
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+
+    handle = model.backbone.layers[0].mixer.in_proj.register_forward_hook(call_meanwhile)
+    try:
+        super(ModelRunner, runner).run([Tables(runner, [0], {0: 0}).chunk(prompt_of(1, 5), 0, 5)])
+    finally:
+        handle.remove()
+
+    assert [str(error)[:21] for error in raised] == ["an engine of kvtier c"]
