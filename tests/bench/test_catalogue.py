@@ -87,6 +87,8 @@ SLOW = {
     "decoding",
     "demo_ttft",
     "exactness",
+    "hybrid_documents",
+    "images",
     "miss_cost",
     "model_coverage",
     "observability_cardinality",

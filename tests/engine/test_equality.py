@@ -221,7 +221,7 @@ def flip(place: tuple[Path, int, int]) -> None:
     ("factory", "reason"),
     [
         ("Bloom", "AttentionInterface"),
-        ("Mamba", "state other than keys and values"),
+        ("Mamba", "does not compute a prompt in several chunks correctly"),
         ("Llama", "changes with the length"),
     ],
 )

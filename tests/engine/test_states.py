@@ -16,8 +16,8 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.model.paged_layout import layout_of
 from kvtier.tiers.naming.tier import Tier
 
-# One of each kind: linear attention; a state beside attention in each layer; no attention; one shared attention module.
-QUICK = ["Qwen3_5Text", "FalconH1", "Mamba2", "Zamba2"]
+# Linear attention, a state beside attention in each layer, and no attention.
+QUICK = ["Qwen3_5Text", "FalconH1", "Mamba2"]
 OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
 PROMPT_END = (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
 CHUNK = 64

@@ -22,7 +22,12 @@ BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * BLOCK_SIZE
 SIZE = (96, 80)
 
 
-@pytest.fixture(params=FAMILIES)
+# Most tests run with one family; `make test-slow` runs them with all.
+@pytest.fixture(
+    params=[
+        pytest.param(family, marks=[] if family == "qwen3_vl" else [pytest.mark.slow], id=family) for family in FAMILIES
+    ]
+)
 def seen(request: pytest.FixtureRequest) -> VisionModel:
     return build_vision(request.param)
 
@@ -57,6 +62,7 @@ def push_down(llm: LLM, prompt: ImagePrompt, tier: Tier) -> None:
     raise AssertionError(f"the prompt never left the {tier} tier")
 
 
+@pytest.mark.parametrize("seen", FAMILIES, indirect=True)
 def test_tokens_are_those_of_plain_transformers_from_every_tier(seen: VisionModel, tmp_path: Path) -> None:
     prompt = asked(seen, 1)
     expected = plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)

@@ -8,8 +8,10 @@ from tiny_families import VOCAB, tiny_model
 
 from kvtier.engine.model.runner import Chunk, ModelRunner
 
+SLOW = ["blenderbot", "blenderbot-small", "mbart", "pegasus", "plbart"]
 
-@pytest.mark.parametrize("family", ["bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"])
+
+@pytest.mark.parametrize("family", ["bart", "marian", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_two_prompts_in_a_step_have_positions_of_their_own(family: str) -> None:
     model = tiny_model(family)
     prompts = [random.Random(seed).choices(range(3, VOCAB), k=40) for seed in (1, 2)]
