@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_sidecar import started_sidecar
-from equal_answers import BLOCK_SIZE, GREEDY, NUM_NEW, NUM_TOKENS, READ_TIMEOUT_S, prompt_of, push_down
+from equal_answers import BLOCK_SIZE, GREEDY, NUM_NEW, NUM_TOKENS, READ_TIMEOUT_S, chain_of, prompt_of, push_down
 from small_models import byte_tokenizer, plain_greedy
 from state_models import FAMILIES, build_states
 from transformers import PreTrainedModel
@@ -173,8 +173,9 @@ def test_a_second_engine_finds_the_states_in_a_sidecar(family: str, tmp_path: Pa
         def is_found() -> bool:
             for llm in (first, second):
                 llm.statistics()
-            return second.where(prompt)["nowhere"] <= NUM_TOKENS - PROMPT_END
+            return second.core.cache.lookup(chain, NUM_TOKENS).num_tokens == PROMPT_END
 
+        chain = chain_of(second, prompt)
         first.core.share()
         wait_for(is_found)
         done = second.generate(prompt, GREEDY)[0]
