@@ -29,7 +29,7 @@ from bench.report import Row, arguments, publish
 from bench.rounds import never
 
 QUICK = ("llama", "gemma3_text", "bert", "doge", "bloom")
-PER_SIDECAR = 50  # families; a sidecar holds the blocks of up to 64 models
+PER_SIDECAR = 10  # families; each has up to three groups of layers, and a sidecar of 32 MiB memory for 32 of them
 LIMIT_S = 300.0  # of one family, which takes three to ten seconds
 MIN_EQUAL = 125
 

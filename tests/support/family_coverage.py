@@ -134,6 +134,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
     device = partial(_device, seed=family)  # two types may be one model: blocks of another family would be a hit
     attached = {**device("64MiB"), "sidecar": sidecar}
     with LLM(model, attached, byte_tokenizer()) as llm:
+        wait_for(lambda: _is_attached(llm))
         kinds = kinds_of(llm)
         prompt_bytes = -(-NUM_TOKENS // BLOCK_SIZE) * sum(llm.core.runner.block_bytes)
         answers.append(Answer(Way.COLD, prompt, _ask(llm, prompt)))
@@ -149,6 +150,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
         "disk": {"path": str(folder / "store"), "capacity": "256MiB", "read_timeout_s": READ_TIMEOUT_S},
     }
     with LLM(model, {**device(3 * prompt_bytes // 2), **below}, byte_tokenizer()) as llm:
+        wait_for(lambda: _is_disk_open(llm))
         answers.append(Answer(Way.COLD, prompt, _ask(llm, prompt)))
         push_down(llm, prompt, Tier.DEVICE, NUM_TOKENS, ONE)
         answers.append(Answer(Way.HOST, prompt, _ask(llm, prompt), ["host"]))
@@ -156,6 +158,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
         answers.append(Answer(Way.DISK, prompt, _ask(llm, prompt), ["disk"]))
         llm.check()
     with LLM(model, {**device(4 * prompt_bytes), **below}, byte_tokenizer()) as llm:
+        wait_for(lambda: _is_disk_open(llm))
         answers.append(Answer(Way.RESTART, prompt, _ask(llm, prompt), ["disk"]))
         batch = llm.generate(prompts, GREEDY, progress=False)
         tiers: list[Sequence[str]] = [["device"], [], []]
@@ -189,6 +192,17 @@ def kinds_of(llm: LLM) -> list[str]:
 
 def _ask(llm: LLM, prompt: Sequence[int]) -> Completion:
     return llm.generate(prompt, GREEDY)[0]
+
+
+def _is_attached(llm: LLM) -> bool:
+    sidecar = llm.statistics().sidecar
+    return sidecar is not None and sidecar.is_attached
+
+
+def _is_disk_open(llm: LLM) -> bool:
+    """Return whether the store is open and its names are known: on a busy machine that may come after the LLM."""
+    disk = llm.statistics().cache.disk
+    return disk is not None and disk.is_open and disk.is_indexed
 
 
 def _is_found(llm: LLM, prompt: Sequence[int], num_unkept: int) -> bool:
