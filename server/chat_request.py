@@ -65,7 +65,7 @@ class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """Where an image is: a data URL (`data:image/png;base64,…`), or an https URL if the server allows its host.
+    """The location of an image: a data URL (`data:image/png;base64,…`), or an https URL if the server allows its host.
 
     *detail* is ignored: the model's own image processor determines the size.
     """

@@ -1,8 +1,8 @@
-"""How soon does the first token come of a second question to a document, with a model that has recurrent states?
+"""What is the TTFT of a second question about a document, with a model that has recurrent states?
 
 The model is a small Qwen3.5, which has three layers of linear attention for each with full attention, with random
 weights. Twenty documents are asked about twice, one after the other; the device holds three of them. An engine with all
-tiers and one with the device only take turns. At last, the engine with tiers restarts and is asked a third time.
+tiers and one with the device only take turns. Finally, the engine with tiers restarts and is asked a third time.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""How often is an image encoded that is asked about ten times, and how fast is the second question's first token?
+"""How often does the encoder run for ten questions about one image, and what is the TTFT of the second question?
 
 The model has the code of Qwen3-VL, with random weights: an encoder of 12 layers and a text model of 8. An image has
 800x600 pixels. A question follows the image. Each first question is about a new image; its time to first token is the

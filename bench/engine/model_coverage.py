@@ -1,4 +1,4 @@
-"""Which of transformers' causal models load, and give their own greedy tokens from every tier?
+"""Which causal models of transformers load, and generate the same greedy tokens from every tier?
 
 A small model with random weights of each type is built, and asked for the same prompt cold, from the device, from host
 memory, from disk, after a restart, from a sidecar, and in a batch. --write renews their rows in `docs/models.md`.
@@ -151,7 +151,7 @@ class _Worker:
         return max(0.0, self._give_up_at - time.monotonic())
 
     def begin(self, family: str, sidecar: str) -> None:
-        """Have the process examine the family, with the sidecar at that URL."""
+        """Examine the family in the worker process, with the sidecar at that URL."""
         self.family, self._give_up_at = family, time.monotonic() + LIMIT_S
         self.connection.send((family, sidecar))
 

@@ -17,7 +17,7 @@ _GRID = "image_grid_thw"
 
 
 class Family(Protocol):
-    """What kvtier must know of a family of models, in addition to what the model's own code computes."""
+    """The properties of a family of models that kvtier needs and that the model's own code does not compute."""
 
     @property
     def processor_options(self) -> Mapping[str, Any]:

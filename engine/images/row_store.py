@@ -68,7 +68,7 @@ class RowStore:
                 log.debug("image rows: the disk is behind, so the rows of an image are not written")
 
     def clear(self) -> None:
-        """Have the thread delete the rows of this model's images that are on disk."""
+        """Queue the deletion of the rows of this model's images on disk. The store's thread deletes them later."""
         self._is_cleared.set()
         with suppress(queue.Full):  # then the thread finds the flag after the next write
             self._jobs.put_nowait(_Clear())

@@ -33,7 +33,7 @@ INDEXED = "indexed_attention"  # transformers' name for this kind of layer, in a
 
 @dataclass(frozen=True, slots=True)
 class IndexCall:
-    """One call of an indexer: consecutive tokens of the batch, in *parts* that each belong to one request."""
+    """The consecutive tokens of a batch that one call of an indexer covers. Each of the *parts* is one request's."""
 
     parts: tuple[Segment, ...]
 

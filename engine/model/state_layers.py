@@ -257,7 +257,7 @@ class SplitMixers:
 
     @contextmanager
     def on(self, step: StateStep) -> Iterator[None]:
-        """Let the mixers use the slots of *step* in the forward pass that runs in the context."""
+        """While in the context, let the mixers read and write the slots of *step*."""
         before = [vars(mixer).get("forward") for mixer, _ in self._mixers]
         token = _current_step.set(step)
         for mixer, split in self._mixers:

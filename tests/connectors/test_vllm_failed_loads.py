@@ -56,7 +56,7 @@ def recompute(bed: ConnectorBed, request: FakeRequest, num_good: int, chunk: int
 
 
 def is_told(bed: ConnectorBed, work: StepWork, request: FakeRequest, pages: set[int]) -> bool:
-    """Whether vLLM is told that these pages were not loaded, or if it has several groups, that this request failed."""
+    """Return whether the connector reports these pages as not loaded or, with several groups, the request as failed."""
     told = bed.worker.ended_loads(work), bed.worker.pop_failed_pages()
     name = {request.request_id}
     return told == ((name, name), set()) if bed.side.loads_ahead else told == ((set(), set()), pages)

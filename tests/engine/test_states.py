@@ -14,6 +14,7 @@ from waiting import wait_for
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.model.paged_layout import layout_of
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Tier
 
 # Linear attention, a state beside attention in each layer, and no attention.
@@ -195,3 +196,21 @@ def test_a_prompt_that_waits_for_a_shared_document_resumes_where_the_document_en
 
     assert [answer.token_ids for answer in done] == [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
     assert [answer.tokens.device for answer in done] == [0, 192, 192]
+
+
+def test_a_request_that_ends_in_its_prefill_leaves_a_state_at_the_end_of_its_last_chunk(tmp_path: Path) -> None:
+    """Chunks of 50 tokens would end inside blocks of 16, where no state has a name."""
+    model = build_states("Qwen3_5Text")
+    prompt = prompt_of(1)
+    config = configuration(model, tmp_path)
+    config["scheduler"] |= {"prefill_chunk": 50, "token_budget": 50}
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        request = llm.core.add(prompt, GREEDY, NO_EXTRA_KEYS, arrived_at=0.0)
+        for _ in range(2):
+            llm.core.step()
+        llm.core.abort(request)
+        done = llm.generate(prompt, GREEDY)[0]
+
+    assert done.tokens.device == 96
+    assert done.token_ids == plain_greedy(model, prompt, NUM_NEW)

@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from kvtier.tiers.naming.groups import (
     longest_hit,
 )
 from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
+from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner
+from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Tables
 from kvtier.transfer.transfer_engine import Route
 
@@ -1930,3 +1933,26 @@ def test_the_state_at_the_end_of_an_answer_is_found_by_the_next_turn() -> None:
     assert (before, desk.lookup([*reader.token_ids, 5]).num_tokens) == (32, 64)
     other = desk.enter([*reader.token_ids, 5])
     assert other.promotion.num_tokens == 64
+
+
+def test_a_hit_with_a_state_is_loaded_as_a_whole_or_not_at_all() -> None:
+    ends: list[list[float]] = []
+
+    class Watched(LoadPlanner):
+        def best(self, demand: Demand, *others: Any) -> LoadPlan:
+            ends.append(demand.ends.tolist())
+            return super().best(demand, *others)
+
+    store = MemoryStore(1 << 24)
+    first = Desk(FULL_AND_STATE, num_slots=20, num_host_slots=40, store=store, retention_tokens=0)
+    first.leave(first.enter(text(1, 100), stops=[96]))
+    first.flush()
+    planner = Watched(PrefillSpeed(), 64, lambda: 0.0)
+    desk = Desk(FULL_AND_STATE, num_slots=20, num_host_slots=40, store=store, retention_tokens=0, planner=planner)
+    desk.settle()
+    hit = desk.lookup(text(1, 100))
+
+    desk.cache.plans.worth_loading(hit, 100)
+
+    assert hit.num_tokens == 96
+    assert ends == [[0, 96]]
