@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 from small_models import VOCAB
 
@@ -44,7 +45,9 @@ def filler(num_tokens: int = NUM_TOKENS) -> list[int]:
     return [FILLER, *(rng.randrange(VOCAB) for _ in range(num_tokens - 1))]
 
 
-def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float, bytes_per_token: int = 1024) -> dict:
+def configuration(
+    folder: Path, prompts_on_device: float, prompts_in_host: float, bytes_per_token: int = 1024
+) -> dict[str, Any]:
     prompt = NUM_TOKENS * bytes_per_token
     return {
         "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},

@@ -110,7 +110,8 @@ def cover(family: str, folder: Path, sidecar: str) -> Coverage:
         kinds, answers = _answers(family, model, folder, sidecar)
     except UnsupportedModel as error:
         return replace(traits, reason=_sentence(error))
-    faults, worst, num_ties = {}, 0.0, 0
+    faults: dict[str, str] = {}
+    worst, num_ties = 0.0, 0
     for answer in answers:
         judged = judge(model, answer.prompt, answer.done)
         worst, num_ties = max(worst, judged.error), num_ties + judged.num_ties

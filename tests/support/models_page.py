@@ -72,16 +72,17 @@ def _bodies(page: str) -> list[tuple[str, str]]:
 
 def _read(title: str, body: str) -> Iterator[Coverage]:
     outcome = _OUTCOMES[title]
-    traits = {"is_encoder": title == ENCODERS, "lacks_interface": title == ASIDE}
+    is_encoder, lacks_interface = title == ENCODERS, title == ASIDE
     for line in body.splitlines():
         if line.startswith("| `"):
             named, layers, *ways = (cell.strip() for cell in line.strip("|").split("|"))
             faults = {str(way): "no" for way, said in zip(Way, ways, strict=True) if said == "no"}
-            yield Coverage(_family(named), outcome, kinds=layers.split(", "), faults=faults, **traits)
+            kinds = layers.split(", ")
+            yield Coverage(_family(named), outcome, "", kinds, faults, 0.0, 0, is_encoder, lacks_interface)
     for bullet in body.split("\n- ")[1:]:
         reason, _, names = " ".join(bullet.split()).rpartition(": `")
         for named in f"`{names}".removesuffix(".").split(", "):
-            yield Coverage(_family(named), outcome, reason, **traits)
+            yield Coverage(_family(named), outcome, reason, is_encoder=is_encoder, lacks_interface=lacks_interface)
 
 
 def _family(named: str) -> str:

@@ -220,7 +220,8 @@ def _small(kind: type[PreTrainedConfig], traits: Mapping[str, Any]) -> PreTraine
         part, of_part = getattr(default, name, None), dict(traits.get(name, {}))
         part_type = of_part.pop("model_type", None)
         if part_type is not None or isinstance(part, PreTrainedConfig):
-            small[name] = _small(CONFIG_MAPPING[part_type] if part_type else type(part), of_part).to_dict()
+            of_type: Any = CONFIG_MAPPING[part_type] if part_type else type(part)
+            small[name] = _small(of_type, of_part).to_dict()
     return kind(**small)
 
 
@@ -258,12 +259,15 @@ def _first_reason(message: str) -> str:
 
 def _built(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        num_parameters = sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    num_parameters = sum(weights.numel() for weights in skeleton.parameters())
     if num_parameters > MAX_PARAMETERS:
         raise NotBuilt(f"its small model has {num_parameters:,} parameters")
     torch.manual_seed(7)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return model
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
+        config, dtype=torch.float32
+    )
+    return model.eval()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def lacks_attention_interface(model: PreTrainedModel) -> bool:
