@@ -25,6 +25,7 @@ from kvtier.extras import MissingExtra
 from kvtier.server.documents.documents import documents_path, persistence_advice
 from kvtier.server.settings_without_effect import settings_without_effect
 from kvtier.store.lmdb.data_file import capacity_within, max_bytes
+from kvtier.tiers.naming.retention import Retention
 from kvtier.web.api_keys import ApiKeys
 
 MIN_SLOTS = {"device": MIN_DEVICE_SLOTS, "host": 1, "disk": MIN_BLOCKS}  # of each attention group
@@ -131,6 +132,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
         [
             *_refusals(tiers, layout),
             *_refused_codecs(config, layout),
+            *_refused_retention(config, layout),
             *_refused_folders(config),
             *_refused_log(config),
             *_refused_adapters(config, skeleton),
@@ -202,6 +204,13 @@ def _refused_codecs(config: Config, layout: PagedLayout) -> Iterator[str]:
                 refuse_lossy(settings, tier)
         except ValueError as error:
             yield str(error)
+
+
+def _refused_retention(config: Config, layout: PagedLayout) -> Iterator[str]:
+    try:
+        Retention(layout.groups, config.device.retention_tokens)
+    except ValueError as error:
+        yield f"device.retention_tokens: {str(error).removeprefix('retention: ')}"
 
 
 def _refused_folders(config: Config) -> Iterator[str]:

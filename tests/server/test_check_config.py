@@ -8,6 +8,7 @@ import fake_cuda
 import pytest
 import torch
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
+from state_models import build_states
 
 from kvtier.cli.main import main
 from kvtier.engine.build_core import build_core
@@ -126,7 +127,7 @@ def test_it_names_settings_that_do_nothing(
     config = """
 metrics_host = "0.0.0.0"
 [device]
-retention_tokens = 64
+retention_tokens = 0
 [host]
 capacity = 0
 [scheduler]
@@ -253,6 +254,7 @@ def test_a_folder_that_is_a_file_is_refused(
         ('[device]\ncapacity = "16KiB"\n', "device.capacity: holds 0 blocks; use 65536 bytes or more"),
         ('[host]\ncapacity = "16KiB"\n', "host.capacity: holds 0 blocks; use 32768 bytes or more"),
         ('[disk]\npath = "/tmp/none"\ncapacity = "1MiB"\n', "disk.capacity: holds 0 blocks; use"),
+        ("[device]\nretention_tokens = 64\n", "device.retention_tokens: an interval of 64 tokens has no effect"),
         ('[request_log]\npath = "/nowhere/log"\n', "request log: there is no folder /nowhere; make it, or give"),
     ],
 )
@@ -297,3 +299,28 @@ def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -
         assert plan.longest_request == core.longest_request
         assert plan.tiers[0].num_blocks == core.cache.free_slots()[0]
         assert plan.block_bytes == BLOCK_BYTES
+
+
+@pytest.mark.parametrize("family", ["FalconH1", "Mamba2"])
+def test_the_plan_agrees_on_how_many_states_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str
+) -> None:
+    model, folder = build_states(family), tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    tables = {"device": {"capacity": 4 << 20, "block_size": 16}, "host": {"capacity": 8 << 20}}
+    config = as_config(tables)
+
+    plan = make_plan(str(folder), config, None)
+    _, out, _ = check(capsys, tmp_path, folder, "[device]\nblock_size = 16\nretention_tokens = 40\n")
+
+    with build_core(model, byte_tokenizer(), config) as core:
+        assert plan.longest_request == core.longest_request
+        assert [tier.num_states for tier in plan.tiers] == [
+            core.cache.free_slots()[-1],
+            core.cache.lower.status.num_slots[-1],
+        ]
+        assert plan.state_bytes == core.runner.block_bytes[-1]
+    assert plan.state_interval == 512
+    assert f"states     {plan.state_bytes:,} bytes each; kept every 40 tokens" in out
+    assert "device.retention_tokens: an interval of 40 tokens is not a multiple of 16" in out
