@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,7 +194,8 @@ def _runner(model: PreTrainedModel, config: Config, undo: ExitStack, progress: C
     """Load the adapters, check the model and allocate the device's memory. Raises the errors of `build_core`."""
     progress("checking the model's attention layers")
     adapters = load_adapters(model, config.lora, progress)
-    runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
+    capacity = partial(device_capacity, config, model)
+    runner = ModelRunner(model, config.device.block_size, capacity, adapters, config.device.retention_tokens)
     undo.callback(runner.close)
     if runner.layout.states.tensors:
         refuse_lossy(config.disk, "disk")
@@ -356,19 +358,16 @@ def _cache(
     planner: LoadPlanner,
     spills: SpillLog | None,
 ) -> TieredCache:
-    has_states = runner.layout.state_interval is not None
-    retention_tokens = config.device.retention_tokens
-    if retention_tokens is None:
-        retention_tokens = runner.layout.state_interval
+    state_interval = runner.layout.state_interval
     return (PoisonedCache if config.device.poison else TieredCache)(
         runner.groups,
         memories,
         transfers,
         lower,
         options=CacheOptions(
-            retention_tokens=retention_tokens,
+            retention_tokens=config.device.retention_tokens if state_interval is None else state_interval,
             partial_blocks=config.device.partial_blocks,
-            by_layers=config.scheduler.by_layers and not has_states,  # a state is needed as a whole
+            by_layers=config.scheduler.by_layers and state_interval is None,  # a state is needed as a whole
             # A copy that starts after one step is known to be complete only after the next step. Until then both steps
             # take the slots of clean blocks, which are blocks with a copy in a lower tier.
             min_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),

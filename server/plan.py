@@ -107,9 +107,9 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
     dtype = _dtype(described, config.model.dtype)
     block_size = config.device.block_size
     skeleton = _without_weights(described)
-    layout = layout_of(skeleton, block_size, dtype)
+    layout = layout_of(skeleton, block_size, dtype, config.device.retention_tokens)
     groups, block_bytes = layout.groups, layout.token_block_bytes
-    tiers = list(_tier_sizes(config, _share(config, skeleton, dtype), layout))
+    tiers = list(_tier_sizes(config, _share(config, skeleton, layout), layout))
     model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
     slots = layout.num_slots(tiers[0].capacity_bytes)
     longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
@@ -121,7 +121,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> ServerPlan:
         block_size,
         block_bytes,
         layout.states.slot_bytes,
-        layout.state_interval if config.device.retention_tokens is None else config.device.retention_tokens,
+        layout.state_interval,
         tiers,
         longest,
         None if config.remote is None else config.remote.where,
@@ -154,19 +154,19 @@ def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> GpuShare | None:
+def _share(config: Config, skeleton: PreTrainedModel, layout: PagedLayout) -> GpuShare | None:
     """Return the share of GPU memory for the block pool, or None if the configuration gives the pool's size in bytes.
 
     Raises ValueError if the configuration asks for a share, but there is no GPU.
     """
     if config.device.gpu_memory_utilization is None:
         return None
-    return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
+    return GpuShare.of(config, skeleton, layout, torch_device(config.model.device))
 
 
 def _kept_states(interval: int | None) -> str:
     every = f"every {interval:,} tokens, " if interval else ""
-    return f"kept {every}at ends of prompts and answers, and where prompts diverge"
+    return f"kept {every}at ends of prompts and answers, 128 tokens before ends of prompts, and where prompts diverge"
 
 
 def _tier_sizes(config: Config, share: GpuShare | None, layout: PagedLayout) -> Iterator[TierSize]:

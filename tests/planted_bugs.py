@@ -308,6 +308,20 @@ BUGS = [
         "tests/engine/model/test_state_layers.py::test_a_request_that_resumes_a_state_beside_others_gives_the_logits_of_one_alone",
     ),
     Bug(
+        "no state is kept before the question at a prompt's end",
+        "engine/scheduling/request.py",
+        "        ends = [prompt_end, max(0, prompt_end - _QUESTION_TOKENS)]",
+        "        ends = [prompt_end]",
+        "tests/engine/test_states.py::test_where_two_prompts_part_a_state_is_kept_for_the_third",
+    ),
+    Bug(
+        "with states, requests stop to wait for a shared document before a state is kept at its end",
+        "engine/scheduling/scheduler.py",
+        "        return common if self._has_states and common > there else common - there",
+        "        return common - there",
+        "tests/engine/test_states.py::test_a_prompt_that_waits_for_a_shared_document_resumes_where_the_document_ends",
+    ),
+    Bug(
         "a state in the middle of a block is named as that at the block's end",
         "engine/scheduling/block_tables.py",
         "            new, table[-1] = [table[-1]], NO_SLOT",

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.config import Config, size_text
+from kvtier.engine.model.paged_layout import PagedLayout
 
 # GPU memory used by a process before its first tensor, and by libraries: CUDA's context and kernels take 300 to
 # 500 MiB, cuBLAS workspaces about 40 MiB.
@@ -16,6 +17,7 @@ LIBRARY_BYTES = 600 << 20
 HIDDEN_ROWS, MLP_ROWS = 8, 3
 LOGIT_COPIES = 3  # of each request's logits: the model's output, the changed logits and the sorted logits
 _LOGIT_BYTES = 4
+STATE_COPIES = 3  # of each request's states in one layer: copies of the slots, the new states, and what is written back
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class GpuShare:
     step_bytes: int
 
     @classmethod
-    def of(cls, config: Config, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Self:
-        """Divide a GPU's memory among *model* (weights in *dtype*), its steps and KV. Raise ValueError for a CPU.
+    def of(cls, config: Config, model: PreTrainedModel, layout: PagedLayout, device: torch.device) -> Self:
+        """Divide a GPU's memory among *model*, its steps and KV. Raise ValueError for a CPU.
 
-        The model itself may be on the meta device, without weights.
+        Weights have the dtype of *layout*. The model itself may be on the meta device, without weights.
         """
         share = config.device.gpu_memory_utilization
         assert share is not None, "gpu_memory_utilization is not set"
@@ -45,8 +47,8 @@ class GpuShare:
         return cls(
             torch.cuda.get_device_properties(device).total_memory,
             share,
-            sum(tensor.numel() for tensor in tensors) * dtype.itemsize,
-            _step_bytes(config, model, dtype),
+            sum(tensor.numel() for tensor in tensors) * layout.dtype.itemsize,
+            _step_bytes(config, model, layout),
         )
 
     @property
@@ -68,18 +70,18 @@ class GpuShare:
         )
 
 
-def device_capacity(config: Config, model: PreTrainedModel) -> int:
+def device_capacity(config: Config, model: PreTrainedModel, layout: PagedLayout) -> int:
     """Return the bytes for KV blocks on the model's device, as configured or left by `gpu_memory_utilization`."""
     if config.device.gpu_memory_utilization is None:
         return config.device.capacity
-    return GpuShare.of(config, model, model.dtype, model.device).pool_bytes
+    return GpuShare.of(config, model, layout, model.device).pool_bytes
 
 
-def _step_bytes(config: Config, model: PreTrainedModel, dtype: torch.dtype) -> int:
+def _step_bytes(config: Config, model: PreTrainedModel, layout: PagedLayout) -> int:
     sizes, scheduler = model.config.get_text_config(), config.scheduler
     hidden: int = sizes.hidden_size
     token_bytes: int = (
         HIDDEN_ROWS * hidden + MLP_ROWS * getattr(sizes, "intermediate_size", 4 * hidden)
-    ) * dtype.itemsize
-    logit_bytes: int = LOGIT_COPIES * sizes.vocab_size * _LOGIT_BYTES
-    return LIBRARY_BYTES + scheduler.token_budget * token_bytes + scheduler.max_running * logit_bytes
+    ) * layout.dtype.itemsize
+    request_bytes: int = LOGIT_COPIES * sizes.vocab_size * _LOGIT_BYTES + STATE_COPIES * layout.states.layer_bytes
+    return LIBRARY_BYTES + scheduler.token_budget * token_bytes + scheduler.max_running * request_bytes

@@ -14,6 +14,8 @@ from kvtier.transfer.device_slab import DeviceSlab
 # A state is kept at least this many tokens after the one before it, unless a prompt ends or two prompts part. Each
 # state that is kept ends a chunk of the prefill.
 MIN_STATE_INTERVAL = 512
+# Length of a prompt in tokens that is assumed if states are kept only at the ends of prompts.
+_PROMPT_TOKENS = 8_192
 MIN_DEVICE_SLOTS = 2  # of each group: one state is read while the next one is computed
 
 
@@ -34,6 +36,8 @@ class PagedLayout:
     block_size: int
     dtype: torch.dtype
     index_widths: tuple[int, ...] = ()  # of each group: width of the index key at the end of a row; 0 without one
+    # Tokens after which a prompt's state is kept; 0: only at ends of prompts. None: the default of `state_interval`.
+    configured_interval: int | None = None
 
     @property
     def num_attention_groups(self) -> int:
@@ -62,13 +66,15 @@ class PagedLayout:
 
     @property
     def state_interval(self) -> int | None:
-        """Number of tokens after which a prompt's state is kept by default; None for a model without states.
+        """Number of tokens after which a prompt's state is kept; None for a model without states.
 
-        It is the number of tokens whose keys and values take as much memory as a state, so that states take at most
-        about half of a prompt's memory. It is a multiple of the block size.
+        By default, it is the number of tokens whose keys and values take as much memory as a state, so that states take
+        at most about half of a prompt's memory. It is a multiple of the block size.
         """
         if not self.states.tensors:
             return None
+        if self.configured_interval is not None:
+            return self.configured_interval
         equal = self.states.slot_bytes * self.block_size // self.token_block_bytes if self.token_block_bytes else 0
         return -(-max(equal, MIN_STATE_INTERVAL) // self.block_size) * self.block_size
 
@@ -76,7 +82,8 @@ class PagedLayout:
         """Return the number of slots of each group if all slots together take at most *capacity_bytes*.
 
         All attention groups have the same number. There are two slots for states per `state_interval` tokens: one for
-        the state that is kept, and one for ends of prompts and for requests that run. All states together take at most
+        the state that is kept, and one for ends of prompts and for requests that run. Without an interval, there are two
+        for each prompt of 8,192 tokens. All states together take at most
         half of the capacity, except that there are always *minimum* slots. If the capacity is too small for *minimum*
         slots of each group, some numbers are smaller.
         """
@@ -85,9 +92,7 @@ class PagedLayout:
             return (capacity_bytes // tokens_bytes,) * len(self.groups)
         if not tokens_bytes:
             return (capacity_bytes // states_bytes,)
-        interval = self.state_interval
-        assert interval is not None, "a model with states has an interval"
-        blocks_per_state = interval // self.block_size / 2
+        blocks_per_state = (self.state_interval or _PROMPT_TOKENS) / self.block_size / 2
         num_states = int(capacity_bytes / (blocks_per_state * tokens_bytes + states_bytes))
         num_states = max(minimum, min(num_states, capacity_bytes // 2 // states_bytes))
         num_blocks = max(0, capacity_bytes - num_states * states_bytes) // tokens_bytes
@@ -139,10 +144,12 @@ class PagedLayout:
             ) from error
 
 
-def layout_of(model: PreTrainedModel, block_size: int, dtype: torch.dtype | None = None) -> PagedLayout:
+def layout_of(
+    model: PreTrainedModel, block_size: int, dtype: torch.dtype | None = None, state_interval: int | None = None
+) -> PagedLayout:
     """Return the layout of what *model*, which may be on the meta device, keeps if its weights have *dtype*.
 
-    *dtype* is the model's own if it is None.
+    *dtype* is the model's own if it is None. *state_interval* is the `PagedLayout.configured_interval`.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
@@ -151,7 +158,8 @@ def layout_of(model: PreTrainedModel, block_size: int, dtype: torch.dtype | None
     tensors = (
         replace(tensor, dtype=dtype) if tensor.dtype == model.dtype else tensor for tensor in found.states.tensors
     )
-    return paged_layout(replace(found, states=replace(found.states, tensors=tuple(tensors))), block_size, dtype)
+    found = replace(found, states=replace(found.states, tensors=tuple(tensors)))
+    return paged_layout(found, block_size, dtype, state_interval)
 
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
@@ -159,8 +167,13 @@ def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
     return layout_of(model, block_size).token_block_bytes
 
 
-def paged_layout(found: ObservedLayers, block_size: int, dtype: torch.dtype) -> PagedLayout:
-    """Return the layout in which layers of equal attention and KV shape share a slab."""
+def paged_layout(
+    found: ObservedLayers, block_size: int, dtype: torch.dtype, state_interval: int | None = None
+) -> PagedLayout:
+    """Return the layout in which layers of equal attention and KV shape share a slab.
+
+    *state_interval* is the `PagedLayout.configured_interval`.
+    """
     layers = found.attention
     kinds = list(dict.fromkeys(layer for layer in layers.values() if layer.source is None))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
@@ -184,6 +197,7 @@ def paged_layout(found: ObservedLayers, block_size: int, dtype: torch.dtype) -> 
         block_size,
         dtype,
         tuple(kind.index for kind in kinds),
+        state_interval,
     )
 
 

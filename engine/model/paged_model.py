@@ -1,7 +1,7 @@
 """PagedModel: a transformers model whose attention keeps keys and values in kvtier's KV blocks on the device."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from kvtier.engine.model.latent_attention import latent_paths, matrices_of
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.model_claim import ModelClaim
 from kvtier.engine.model.paged_gather import Scratch
-from kvtier.engine.model.paged_layout import paged_layout
+from kvtier.engine.model.paged_layout import PagedLayout, paged_layout
 from kvtier.engine.model.state_layers import SlotStates, SplitMixers, StatePart, StateSlab, StateStep
 from kvtier.engine.model.step_cache import CACHE_ARGUMENT, CountedCache, StepCache, counts_tokens
 from kvtier.tiers.naming.block_hash import Lora
@@ -54,14 +54,21 @@ class PagedModel:
 
     Layers of equal attention and KV shape form a group, and all recurrent and convolution states form another. Each
     group has a slab, a tensor of slots for blocks or for states. This class does not check that paged attention gives
-    the same results as the model's own attention; `ModelRunner` does.
+    the same results as the model's own attention; `ModelRunner` does. *state_interval* is the
+    `PagedLayout.configured_interval`, and *capacity* the bytes of all slabs, which may depend on the layout.
     Only one thread may call this class's methods.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        block_size: int,
+        capacity: int | Callable[[PagedLayout], int],
+        state_interval: int | None = None,
+    ) -> None:
         self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.block_size = block_size
         self.device = torch.device(model.device)
@@ -76,7 +83,7 @@ class PagedModel:
                 self._mixers = SplitMixers(self.observed.states)
                 self._indexers = Indexers(model, [layer_id for layer_id, layer in layers.items() if layer.index])
                 self.claim.begin()
-            self.layout = paged_layout(self.observed, block_size, model.dtype)
+            self.layout = paged_layout(self.observed, block_size, model.dtype, state_interval)
         except BaseException:
             self.claim.release()
             raise
@@ -88,6 +95,7 @@ class PagedModel:
         self._scratch = Scratch()
         self._row_attention = RowAttention(torch.get_num_threads())
         try:
+            capacity_bytes = capacity(self.layout) if callable(capacity) else capacity
             self.num_slots = self.layout.device_slots(capacity_bytes)[0]  # of each attention group
             self.slabs = self.layout.slabs(capacity_bytes, self.device)  # by group
         except BaseException:

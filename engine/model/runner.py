@@ -1,6 +1,6 @@
 """ModelRunner: a model with LoRA adapters, whose results with kvtier's attention are verified at load."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from kvtier.engine.model.errors import ChangedModel, oom_as_memory_error
 from kvtier.engine.model.latent_attention import matrices_of
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
+from kvtier.engine.model.paged_layout import PagedLayout
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.state_layers import StateSlab
 from kvtier.engine.model.weights_watch import WeightsWatch
@@ -31,7 +32,8 @@ class ModelRunner(PagedModel):
     """A `PagedModel` with LoRA adapters, which verifies that kvtier's attention gives the model's own results.
 
     It refuses to run once the model was changed. Adapters do not change the model or its `Namespace`, which identifies
-    the model's KV blocks. Owned and called by the engine's thread.
+    the model's KV blocks. *capacity* and *state_interval* are those of `PagedModel`. Owned and called by the engine's
+    thread.
 
     Raises:
         UnsupportedModel: If the model needs something that a paged cache cannot provide.
@@ -39,10 +41,15 @@ class ModelRunner(PagedModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
+        self,
+        model: PreTrainedModel,
+        block_size: int,
+        capacity: int | Callable[[PagedLayout], int],
+        adapters: Sequence[LoraAdapter] = (),
+        state_interval: int | None = None,
     ) -> None:
         self._lora_rows: LoraRows | None = None  # set first, because `close` reads it if the next line raises
-        super().__init__(model, block_size, capacity_bytes)
+        super().__init__(model, block_size, capacity, state_interval)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None
         self._watch = WeightsWatch(model)

@@ -1,5 +1,6 @@
 """Recurrent and convolution states: which layers of a model keep some, and the device memory that holds them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -51,6 +52,14 @@ class StateLayers:
     def layer_ids(self) -> tuple[int, ...]:
         """Indices of the layers that keep states."""
         return tuple(sorted({tensor.key.layer_id for tensor in self.tensors}))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Size of the states of one request in the layer that keeps the most; 0 for a model without states."""
+        sizes = Counter[int]()
+        for tensor in self.tensors:
+            sizes[tensor.key.layer_id] += tensor.num_bytes
+        return max(sizes.values(), default=0)
 
     @property
     def slot_bytes(self) -> int:

@@ -25,6 +25,10 @@ from kvtier.tiers.up.promotion import Tables
 if TYPE_CHECKING:
     from kvtier.engine.scheduling.loading import Loading
 
+# A long prompt usually ends with a question, and the next prompt with the same document differs only in the question.
+# Where the question begins is unknown, but it is rarely longer than this number of tokens.
+_QUESTION_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -172,9 +176,13 @@ class Request:
 
     @property
     def boundaries(self) -> list[int]:
-        """Positions of the prompt at which later prompts may resume; see `Retention.kept`."""
+        """Positions of the prompt at which later prompts may resume; see `Retention.kept`.
+
+        They are the prompt's end, a position before a question at its end, and the junction.
+        """
         prompt_end = len(self.prompt_token_ids) - 1
-        return [prompt_end] if self.junction is None else [prompt_end, self.junction]
+        ends = [prompt_end, max(0, prompt_end - _QUESTION_TOKENS)]
+        return ends if self.junction is None else [*ends, self.junction]
 
     @property
     def is_decoding(self) -> bool:

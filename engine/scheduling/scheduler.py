@@ -85,9 +85,9 @@ class Scheduler:
         self._max_scored = max_scored
         self._asking: Loading | None = None  # the loading that waits for room, since this step or the previous one
         self._max_running = min(config.max_running, config.token_budget)  # so that every request can decode in a step
-        self._shared_prefill = SharedPrefill(config.prefill_chunk)
-        self._demand = SlotDemand(cache, config.prefill_chunk)
         self._has_states = any(isinstance(group, RecurrentState) for group in cache.groups)
+        self._shared_prefill = SharedPrefill(config.prefill_chunk, self._has_states)
+        self._demand = SlotDemand(cache, config.prefill_chunk)
         self._num_slots = cache.free_slots()  # all slots, because nothing is leased yet
 
     @property
@@ -456,12 +456,14 @@ class SharedPrefill:
     """A policy that lets requests wait while another request computes a prefix that they share.
 
     Example: ten questions about the same new document arrive together. One request computes the document chunk by chunk
-    while the others wait. When less than a chunk of the document is left, every request computes the rest itself.
+    while the others wait. When less than a chunk of the document is left, every request computes the rest itself. With
+    recurrent states they wait for the document's end, because the state that they resume from is kept only there.
     """
 
-    def __init__(self, min_tokens: int) -> None:
-        """Create the policy. A request waits only if at least *min_tokens* shared tokens are still to be computed."""
+    def __init__(self, min_tokens: int, has_states: bool = False) -> None:
+        """Create the policy. A request waits only if that saves it the computation of *min_tokens* tokens or more."""
         self._min_tokens = min_tokens
+        self._has_states = has_states
 
     def awaited(self, request: Request, prefilling: Collection[Request]) -> Request | None:
         """Return the one of the *prefilling* requests that will soon have computed a prefix that this request needs.
@@ -477,13 +479,17 @@ class SharedPrefill:
             for other in prefilling
             if other.reads_cache and other.options.takes_all_hits and other.options.priority <= request.options.priority
         )
-        return next((other for other in usable if self._num_tokens_ahead(request, other) >= self._min_tokens), None)
+        return next((other for other in usable if self._num_tokens_saved(request, other) >= self._min_tokens), None)
 
-    @staticmethod
-    def _num_tokens_ahead(request: Request, other: Request) -> int:
-        """Return how many tokens of the common prefix the other request still has to compute."""
+    def _num_tokens_saved(self, request: Request, other: Request) -> int:
+        """Return how many tokens of the common prefix this request would have to compute if it did not wait.
+
+        They are those that the other request has not computed yet. With recurrent states they may be as many as the
+        prefix has, as long as the other request has not reached the prefix's end.
+        """
         there = other.num_computed if other.loading is None else other.loading.num_tokens
-        return num_common_tokens(request, other) - there
+        common = num_common_tokens(request, other)
+        return common if self._has_states and common > there else common - there
 
 
 def num_common_tokens(one: Request, other: Request) -> int:

@@ -104,7 +104,7 @@ def test_a_request_holds_two_states_at_most(tmp_path: Path) -> None:
     assert answer.token_ids == plain_greedy(model, prompt, 40)
 
 
-def test_states_are_kept_at_the_interval_and_at_the_end_of_a_prompt(tmp_path: Path) -> None:
+def test_states_are_kept_at_the_interval_and_at_the_end_of_a_prompt_and_128_tokens_before(tmp_path: Path) -> None:
     """By default the interval of this model is 512; a state is kept nowhere else, so there is nothing to resume at."""
     model = build_states("Qwen3_5Text")
     prompt = prompt_of(1, 1100)
@@ -112,14 +112,15 @@ def test_states_are_kept_at_the_interval_and_at_the_end_of_a_prompt(tmp_path: Pa
 
     with LLM(model, configuration(model, tmp_path, 200, 12), byte_tokenizer()) as llm:
         llm.generate(prompt, SamplingParams(max_tokens=1))
-        found = {num: on_device(llm, [*prompt[:num], other]) for num in (500, 520, 1030, 1099)}
+        found = {num: on_device(llm, [*prompt[:num], other]) for num in (500, 520, 950, 970, 1030, 1099)}
         again = on_device(llm, prompt)
 
-    assert found == {500: 0, 520: 512, 1030: 1024, 1099: 1088}
+    assert found == {500: 0, 520: 512, 950: 512, 970: 960, 1030: 1024, 1099: 1088}
     assert again == 1088
 
 
 def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) -> None:
+    """The second prompt resumes 128 tokens before the end of the first."""
     model = build_states("FalconH1")
     document = prompt_of(1, 200)
     questions = [prompt_of(seed, 30) for seed in (2, 3, 4)]
@@ -129,7 +130,7 @@ def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) ->
         done = [llm.generate(document + question, GREEDY)[0] for question in questions]
 
     assert [answer.token_ids for answer in done] == expected
-    assert [answer.tokens.device for answer in done] == [0, 0, 192]
+    assert [answer.tokens.device for answer in done] == [0, 96, 192]
 
 
 def test_the_next_turn_of_a_chat_resumes_at_the_end_of_the_answer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_chunks_get_the_logits_of_their_last_tokens_from_a_model_that_returns_al
     with torch.inference_mode():
         plain = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
 
-    runner = ModelRunner(model, block_size=16, capacity_bytes=1 << 20)
+    runner = ModelRunner(model, block_size=16, capacity=1 << 20)
     first, second = ([[3 * i, 3 * i + 1, 3 * i + 2] for _ in runner.groups] for i in range(2))
     runner.run([Chunk(prompts[0][:30], 0, first), Chunk(prompts[1][:16], 0, second)])
     logits = runner.run([Chunk(prompts[0][30:], 30, first), Chunk(prompts[1][16:], 16, second, num_logits=2)])

@@ -15,7 +15,7 @@ def test_the_text_layers_of_a_model_whose_class_has_attention_code_of_its_own_ar
     with torch.inference_mode():
         plain = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
 
-    runner = ModelRunner(model, block_size=16, capacity_bytes=1 << 20)
+    runner = ModelRunner(model, block_size=16, capacity=1 << 20)
     runner.run([Chunk(prompt[:30], 0, [[2, 0, 1]])])
     logits = runner.run([Chunk(prompt[30:], 30, [[2, 0, 1]])])[0]
     claimed = text._attn_implementation

@@ -18,7 +18,7 @@ def test_two_prompts_in_a_step_have_positions_of_their_own(family: str) -> None:
     with torch.inference_mode():
         plain = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
 
-    runner = ModelRunner(model, block_size=16, capacity_bytes=1 << 20)
+    runner = ModelRunner(model, block_size=16, capacity=1 << 20)
     runner.run([Chunk(prompts[0][:30], 0, [[0, 1, 2]]), Chunk(prompts[1][:17], 0, [[3, 4, 5]])])
     logits = runner.run([Chunk(prompts[0][30:], 30, [[0, 1, 2]]), Chunk(prompts[1][17:], 17, [[3, 4, 5]])])
 
