@@ -308,6 +308,20 @@ BUGS = [
         "tests/engine/model/test_state_layers.py::test_a_request_that_resumes_a_state_beside_others_gives_the_logits_of_one_alone",
     ),
     Bug(
+        "states of a long prompt are looked up one by one",
+        "tiers/prompt_search.py",
+        "        if group.attention.forgets and found.num_found < end - start:",
+        "        if False:",
+        "tests/tiers/test_prefix_cache.py::test_blocks_of_a_group_that_forgets_are_looked_up_many_at_once",
+    ),
+    Bug(
+        "a batch of states is read from its wrong end",
+        "tiers/prompt_search.py",
+        "start - self._batch.start : end - self._batch.start",
+        "self._batch.stop - end : self._batch.stop - start",
+        "tests/tiers/test_prefix_cache.py::test_blocks_of_a_group_that_forgets_are_looked_up_many_at_once",
+    ),
+    Bug(
         "no state is kept before the question at a prompt's end",
         "engine/scheduling/request.py",
         "        ends = [prompt_end, max(0, prompt_end - _QUESTION_TOKENS)]",

@@ -16,6 +16,7 @@ from kvtier.tiers.naming.groups import (
 )
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.prompt_search import PromptSearch
 from kvtier.tiers.residency import GroupTiers, Located, Residency
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import Hit, Misses, PartialHit
@@ -56,19 +57,12 @@ class Lookups:
         always be computed, so the hit has at most *num_tokens* - 1 tokens.
         """
         limit = self._limit(chain, num_tokens)
-        located: dict[int, tuple[int, Located]] = {}
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            group = self._groups[group_id]
-            found = self._residency.locate(group, chain.names_of(group.block_size, range(start, end)))
-            located[group_id] = start, found
-            return start + found.num_found
-
-        num_found = longest_hit(limit, self._attentions, first_hole)
+        search = PromptSearch(self._residency, chain)
+        num_found = longest_hit(limit, self._attentions, search.first_hole)
         device_slots, below = [], []
         for group in self._groups:
             needed = group.needed(num_found)
-            start, found = located.get(group.id, (0, NOT_LOOKED_FOR))
+            start, found = search.located.get(group.id, (0, NOT_LOOKED_FOR))
             if needed.start < start or start + len(found.device_slots) < needed.stop:
                 start, found = needed.start, self._residency.locate(group, chain.names_of(group.block_size, needed))
             device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
@@ -96,11 +90,18 @@ class Lookups:
         if not self._residency.lower.hints.can_ask:
             return NOTHING_TO_ASK
         limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
+        search = PromptSearch(self._residency, chain)
+        num_found = longest_hit(limit, self._attentions, search.first_hole)
+        if num_found == limit:
+            return NOTHING_TO_ASK
         for group in self._groups:
-            names = chain.names_of(group.block_size, range(limit // group.block_size))
-            start = 0 if group.attention.forgets else self._residency.locate(group, names).num_found
-            if start < len(names) and self._is_worth_asking(start * group.block_size, num_tokens):
-                inquiries.append(self._residency.lower.hints.inquire(group.id, names[start:]))
+            if group.attention.forgets:  # no hit that is longer than the one without slow tiers reads earlier blocks
+                start = group.attention.first_needed(num_found + self._alignment)
+            else:
+                start = search.located[group.id][1].num_found
+            names = chain.names_of(group.block_size, range(start, limit // group.block_size))
+            if names and self._is_worth_asking(start * group.block_size, num_tokens):
+                inquiries.append(self._residency.lower.hints.inquire(group.id, names))
         return AllOf(inquiries)
 
     def junction(self, hit: Hit) -> int | None:
@@ -110,16 +111,10 @@ class Lookups:
         because groups with limited attention (sliding windows, recurrent states) have not kept their blocks at its end.
         Now that the prefix is requested again, these blocks are worth keeping.
         """
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            group = self._groups[group_id]
-            return (
-                start + self._residency.locate(group, hit.chain.names_of(group.block_size, range(start, end))).num_found
-            )
-
         if self._retention.interval_tokens is None or len(self._attentions) == 1:
             return None  # all blocks are kept anyway
-        num_tokens = longest_single(hit.limit, self._attentions, first_hole)
+        search = PromptSearch(self._residency, hit.chain)
+        num_tokens = longest_single(hit.limit, self._attentions, search.first_hole)
         return num_tokens if num_tokens > hit.num_tokens else None
 
     def where(self, chain: BlockChain) -> list[Tier | None]:

@@ -199,6 +199,13 @@ class Residency:
         nowhere[absent[: len(found)]] = found
         return Located(slots, nowhere, len(names) if len(found) == len(absent) else int(absent[len(found)]))
 
+    def holds(self, group: GroupTiers, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """Return for each of the group's blocks with these names whether any tier has it."""
+        is_here: npt.NDArray[np.bool_] = group.pool.find_all(names) != ABSENT
+        if not self.is_cut_off and not is_here.all():
+            is_here |= self.lower.find(group.id, names) != NOWHERE
+        return is_here
+
     def tier_of(self, group: GroupTiers, name: BlockName) -> Tier | None:
         """Return the warmest tier that holds the block; None if no tier does."""
         if group.pool.find(name) is not None:

@@ -812,6 +812,34 @@ def test_blocks_after_an_image_share_parts_only_behind_the_same_image() -> None:
     assert desk.enter(text(1, 40), dog).tokens.device == 0
 
 
+class CountingChain(BlockChain):
+    """A chain that counts for how many ranges its names are asked."""
+
+    num_ranges = 0
+
+    def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
+        self.num_ranges += 1
+        return super().names_of(block_size, blocks)
+
+
+@pytest.mark.parametrize("groups", [FULL_AND_STATE, (FullAttention(16), SlidingWindow(16, 18))])
+def test_blocks_of_a_group_that_forgets_are_looked_up_many_at_once(groups: Sequence[AttentionGroup]) -> None:
+    """Of 600 states only the early one at block 9 is left; of the window's blocks all but each second one of those."""
+    desk = Desk(groups, num_slots=602)
+    token_ids = text(1, 602 * 16)
+    reader = desk.enter(token_ids, stops=[160])
+    desk.leave(reader)
+    is_window = isinstance(groups[1], SlidingWindow)
+    desk.forget(Tier.DEVICE, reader, *((1, block) for block in (range(10, 602, 2) if is_window else [601])))
+    chain = CountingChain(16)
+    chain.extend(token_ids)
+
+    hit = desk.cache.lookup(chain, len(token_ids))
+
+    assert hit.num_tokens == 160
+    assert chain.num_ranges <= 8
+
+
 def test_partial_blocks_can_be_turned_off() -> None:
     desk = Desk(partial_blocks=False)
     desk.leave(desk.enter(text(1, 48)))

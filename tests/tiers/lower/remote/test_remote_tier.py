@@ -17,6 +17,7 @@ from kvtier.tiers.lower.remote.inquiries import ANSWER_S
 from kvtier.tiers.lower.remote.presence import ABSENT_LASTS_S, LASTS_S
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics, remote_of_all
 from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
@@ -135,6 +136,22 @@ def test_a_prompt_that_nobody_has_seen_is_one_question_and_then_none_for_a_while
     assert remote(w).usage.num_questions == num_questions
     w.clock.now += ABSENT_LASTS_S
     assert not w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1).is_done
+
+
+def test_a_group_that_forgets_is_asked_only_for_what_a_longer_hit_reads() -> None:
+    groups = [FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)]
+    client = SealedRemote(MemoryRemote({}))
+    w = World(groups, [64, 64], 60, 40, MemoryStore(1 << 20), random.Random(1), remote=client)
+    ask(w, "a")
+    num_questions = remote(w).usage.num_questions
+
+    again, longer = DOCUMENT + 1, DOCUMENT + 5 * BLOCK_SIZE + 1
+    assert w.cache.lookups.inquire(w.chain("a", again), again).is_done
+    w.cache.lookups.inquire(w.chain("a", longer), longer)
+    w.settle()
+
+    # Five new blocks of each group, and the block before them, which the window reads after one more block.
+    assert remote(w).usage.num_questions == num_questions + 5 + 6
 
 
 def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
