@@ -308,6 +308,13 @@ BUGS = [
         "tests/engine/model/test_state_layers.py::test_a_request_that_resumes_a_state_beside_others_gives_the_logits_of_one_alone",
     ),
     Bug(
+        "whether a model resumes from its state is checked only at the end of a chunk",
+        "engine/model/check.py",
+        "    if not (error := _error(second, plain[middle:])) <= tolerance:",
+        "    if not (error := _error(second[-1], plain[-1])) <= tolerance:",
+        "tests/engine/model/test_state_layers.py",
+    ),
+    Bug(
         "states of a long prompt are looked up one by one",
         "tiers/prompt_search.py",
         "        if group.attention.forgets and found.num_found < end - start:",

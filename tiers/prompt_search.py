@@ -22,7 +22,7 @@ class PromptSearch:
         self._kept: dict[int, _KeptBlocks] = {}  # of groups that forget and have a hole
 
     def first_hole(self, group_id: int, start: int, end: int) -> int:
-        """Return the first block from *start* to *end* - 1 that is missing in the group, or *end* if none is missing."""
+        """Return the first block from *start* to *end* - 1 that the group lacks, or *end* if it lacks none."""
         if group_id in self._kept:
             return self._kept[group_id].first_hole(start, end)
         group = self._residency.groups[group_id]

@@ -186,8 +186,8 @@ def paged_attention(
             "the model uses kvtier's attention, which works only in an open LLM; close the LLM to use the model "
             "without it, or call set_attn_implementation('sdpa') if this is a copy of the LLM's model"
         )
-    layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int that Module types as a tensor
-    if layer_id < 0:  # the module computes several layers; see `layers.SHARED_MODULE`
+    layer_id: int | None = getattr(module, "layer_idx", None)
+    if layer_id is None or layer_id < 0:  # the module computes several layers; see `layers.SHARED_MODULE`
         layer_id = step.layers_received[-1]
     step.layers_seen.add(layer_id)
     group_id, layer = step.layers[layer_id]

@@ -23,6 +23,7 @@ EXACT = 1e-4
 # Tolerance between a miniature's logits for a prompt in two chunks and in one pass, both computed by the model itself.
 # Rounding causes errors of 1e-5, and a model that ignores its state at the beginning of a chunk errors of 1e-1.
 RESUMED = 1e-3
+CODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError)  # of code that a configuration breaks
 BLOCK_SIZE = 16
 # For each of two requests, the number of tokens that each step computes. A request has 330 tokens, more than
 # LIMIT * LIMIT, so that a sparse attention that reads LIMIT blocks of LIMIT tokens would leave some tokens out.
@@ -163,39 +164,50 @@ def _own(paged: PagedModel, token_ids: list[int], ends: Sequence[int], tolerance
     A model with recurrent states computes chunks that end at *ends*, because its results depend on the chunks.
 
     Raises:
-        UnsupportedModel: If a prompt that such a model computes as two chunks gives other logits than in one pass, by
-            more than *tolerance*.
+        UnsupportedModel: If such a model computes a prompt as two chunks, and a token of the second one has other
+            logits than in one pass, by more than *tolerance*.
     """
     plain = _plain(paged, token_ids)
     if not paged.observed.states.tensors:
         return plain[[end - 1 for end in ends]]
-    last = _resumed(paged, token_ids, [len(token_ids) // 2, len(token_ids)])[-1]
-    if not (error := _error(last, plain[-1])) <= tolerance:
+    middle = len(token_ids) // 2
+    second = _resumed(paged, token_ids, [middle, len(token_ids)])[1]
+    # All of its tokens, because the last one may be so far from the chunk's beginning that a state has decayed.
+    if not (error := _error(second, plain[middle:])) <= tolerance:
         raise UnsupportedModel(
             f"{type(paged.model).__name__}: transformers does not compute a prompt in several chunks correctly with it "
             f"(its logits differ by {error:.1e} of the largest logit), probably because it ignores its recurrent state "
             "at the beginning of a chunk"
         )
-    return _resumed(paged, token_ids, ends)
+    return torch.stack([logits[-1] for logits in _resumed(paged, token_ids, ends)])
 
 
-def _resumed(paged: PagedModel, token_ids: list[int], ends: Sequence[int]) -> torch.Tensor:
-    """Return the model's own logits of the last tokens before *ends*, from chunks that resume from transformers' cache.
+def _resumed(paged: PagedModel, token_ids: list[int], ends: Sequence[int]) -> list[torch.Tensor]:
+    """Return the model's own logits of chunks that end at *ends* and resume from transformers' cache.
 
-    The result is [len(ends), vocab].
+    The result has the logits of each chunk, [num_tokens, vocab].
+
+    Raises:
+        UnsupportedModel: If the model's own code fails with transformers' cache.
     """
-    model, rows = paged.model, []
+    model, chunks = paged.model, []
     cache = DynamicCache(config=model.config)
-    with paged.claim.own_attention(), torch.inference_mode():
-        for start, end in pairwise([0, *ends]):
-            logits: torch.Tensor = model(
-                input_ids=torch.tensor([token_ids[start:end]], device=model.device),
-                position_ids=torch.arange(start, end, device=model.device)[None],
-                use_cache=True,
-                **{CACHE_ARGUMENT: cache},
-            ).logits
-            rows.append(logits[0, -1].float())
-    return torch.stack(rows)
+    try:
+        with paged.claim.own_attention(), torch.inference_mode():
+            for start, end in pairwise([0, *ends]):
+                logits: torch.Tensor = model(
+                    input_ids=torch.tensor([token_ids[start:end]], device=model.device),
+                    position_ids=torch.arange(start, end, device=model.device)[None],
+                    use_cache=True,
+                    **{CACHE_ARGUMENT: cache},
+                ).logits
+                chunks.append(logits[0].float())
+    except CODE_ERRORS as error:  # not of torch, which may be short of memory
+        raise UnsupportedModel(
+            f"{type(model).__name__}: its own code cannot continue a prompt with transformers' cache "
+            f"({' '.join(str(error).split())}), so kvtier has nothing to compare its results with"
+        ) from error
+    return chunks
 
 
 def _error(logits: torch.Tensor, others: torch.Tensor) -> float:
@@ -207,7 +219,7 @@ def compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, t
     if not (error := _error(logits, plain)) <= tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__}: its logits under kvtier's attention differ from its own logits by {error:.1e} "
-            "of the largest logit; its attention needs something that kvtier does not support"
+            "of the largest logit; its attention or its positions need something that kvtier does not support"
         )
 
 

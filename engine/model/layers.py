@@ -19,8 +19,8 @@ from kvtier.engine.model.state_layers import StateLayers
 from kvtier.engine.model.step_cache import CACHE_ARGUMENT, StepCache
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
-# `layer_idx` of a module that several layers share; the cache is told which layer it computes.
-SHARED_MODULE = -1
+# Values of `layer_idx` in a module that several layers share; the cache is told which layer it computes.
+SHARED_MODULE = (-1, None)
 OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
 # The same for a model on the meta device, without masks. To create masks, transformers reads the values of positions,
 # and tensors on that device have no values.
@@ -150,9 +150,9 @@ class _Observation:
         This is the attention function registered with transformers.
         """
         layer_id = getattr(module, "layer_idx", None)
-        if layer_id == SHARED_MODULE:
+        if layer_id in SHARED_MODULE:
             layer_id = self._received
-        if not isinstance(layer_id, int):
+        if layer_id is None:
             raise UnsupportedModel("an attention layer has no index (layer_idx)")
         if layer_id in self.layers:
             raise UnsupportedModel(
@@ -167,8 +167,7 @@ class _Observation:
             raise UnsupportedModel(
                 "it adds a bias for each distance between tokens (position_bias), which kvtier does not support"
             )
-        if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
-            raise UnsupportedModel(f"layer {layer_id} attends to later tokens or to another sequence")
+        _refuse_other_tokens(layer_id, module, query, key)
         refuse_unknown_tensors(kwargs)
         group = self._group(layer_id, kwargs.get("sliding_window"), indices is not None)
         if attention_mask is not None and attention_mask is not self.plan_mask:
@@ -287,6 +286,14 @@ class _Observation:
                 raise UnsupportedModel(
                     f"layer {layer_id} is of kind {kind} with window {window}, which kvtier does not support"
                 )
+
+
+def _refuse_other_tokens(layer_id: int, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise `UnsupportedModel` if a layer attends to other tokens than those of its sequence up to each query."""
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"layer {layer_id} is not marked as causal, so it may attend to later tokens")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModel(f"layer {layer_id} attends to tokens of another sequence")
 
 
 # transformers finds the functions by names that all threads share. The context variable gives each thread its own

@@ -82,10 +82,9 @@ class PagedLayout:
         """Return the number of slots of each group if all slots together take at most *capacity_bytes*.
 
         All attention groups have the same number. There are two slots for states per `state_interval` tokens: one for
-        the state that is kept, and one for ends of prompts and for requests that run. Without an interval, there are two
-        for each prompt of 8,192 tokens. All states together take at most
-        half of the capacity, except that there are always *minimum* slots. If the capacity is too small for *minimum*
-        slots of each group, some numbers are smaller.
+        the state that is kept, and one for ends of prompts and for requests that run. Without an interval, there are
+        two per 8,192 tokens. All states together take at most half of the capacity, except that there are always
+        *minimum* slots. If the capacity is too small for *minimum* slots of each group, some numbers are smaller.
         """
         states_bytes, tokens_bytes = self.states.slot_bytes, self.token_block_bytes
         if not states_bytes:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import VOCAB
 from state_models import FAMILIES, build_states
+from tiny_families import tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from kvtier.engine.model.digest import weights_digest
@@ -156,6 +157,28 @@ def test_a_model_that_ignores_its_state_at_the_beginning_of_a_chunk_is_refused(f
 
     with pytest.raises(UnsupportedModel, match="does not compute a prompt in several chunks correctly"):
         runner_of(model)
+
+
+def test_an_ignored_state_shows_at_the_first_tokens_of_a_chunk_even_if_it_decays_before_the_last() -> None:
+    model = tiny_model("zamba")
+
+    with pytest.raises(UnsupportedModel, match="does not compute a prompt in several chunks correctly"):
+        runner_of(model)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("Bamba", "attn_layer_indices"), ("GraniteMoeHybrid", "layer_types")])
+def test_a_model_whose_own_code_needs_a_layer_with_attention_is_refused(
+    monkeypatch: pytest.MonkeyPatch, family: str, kinds: str
+) -> None:
+    import state_models
+
+    none = [] if family == "Bamba" else ["mamba"] * 4
+    monkeypatch.setitem(state_models.FAMILIES, family, {**state_models.FAMILIES[family], kinds: none})
+
+    with pytest.raises(UnsupportedModel, match="cannot continue a prompt with transformers' cache") as refused:
+        runner_of(build_states(family))
+
+    assert "\n" not in str(refused.value)
 
 
 def test_a_model_has_its_own_mixers_between_passes_and_the_same_digest() -> None:
