@@ -173,9 +173,7 @@ def build_core(
                 scheduler,
                 namespace.digest,
                 step_times,
-                _accounts(
-                    config, runner, memories, trails, request_log, traces, _explainer(config, runner, namespace, cache)
-                ),
+                _accounts(config, runner, trails, request_log, traces, _explainer(config, runner, namespace, cache)),
                 load_timeout_s,
                 events,
                 publisher,
@@ -227,14 +225,12 @@ def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache:
 def _accounts(
     config: Config,
     runner: ModelRunner,
-    memories: Sequence[BlockMemory],
     trails: Trails,
     request_log: RequestLog | None,
     traces: RequestTraces | None,
     explainer: LocalExplainer,
 ) -> RequestAccounts:
     block_size = config.device.block_size
-    token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
     return RequestAccounts(
         WhatIf(time.monotonic),
         trails,
@@ -242,7 +238,7 @@ def _accounts(
         traces,
         explainer,
         block_tokens=block_size,
-        block_bytes=round(block_size * token_bytes),
+        block_bytes=runner.layout.mean_block_bytes,
         top_tenants=config.metrics.top_tenants,
     )
 

@@ -46,6 +46,7 @@ from kvtier.tiers.lower.lower_tiers import Deletion
 from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.named_blocks import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
@@ -171,10 +172,16 @@ class EngineCore:
         """True if any request is not finished."""
         return self.scheduler.has_work
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of KV that one token takes in all layers, including layers with a sliding window."""
-        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
+    def pinned_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the blocks that a pin of a prompt's first *num_tokens* tokens keeps.
+
+        A request needs them to resume: the KV of the full blocks, of a sliding window only the last ones, and one
+        recurrent state.
+        """
+        groups = self.runner.groups
+        end = num_tokens // alignment(groups) * alignment(groups)
+        needed = (end // group.block_size - group.first_needed(end) for group in groups)
+        return sum(number * memory.block_bytes for number, memory in zip(needed, self._memories, strict=True))
 
     @property
     def cipher(self) -> Cipher | None:

@@ -68,6 +68,8 @@ class SharedHit:
             else:
                 self._places[group_id] = tiers.tiers.find_run(group_id, own)
                 limit = len(self._places[group_id])
+        # Number of chunks up to which the groups that do not forget have all chunks; 0 without such a group.
+        self.num_lasting = 0 if all(group.forgets for group in groups.values()) else limit
         self._are_there = {group_id: places != NOWHERE for group_id, places in self._places.items()}
         for group_id, place in lost:
             self._are_there[group_id][place : place + 1] = False

@@ -315,6 +315,27 @@ BUGS = [
         "tests/engine/model/test_state_layers.py",
     ),
     Bug(
+        "tokens whose state was not kept count as never seen",
+        "tiers/lookups.py",
+        "        if interval is not None and num_found < num_lasting:",
+        "        if False:",
+        "tests/engine/test_states.py::test_tokens_whose_state_is_missing_are_recomputed_for_that_reason",
+    ),
+    Bug(
+        "an evicted state counts as not kept",
+        "tiers/lookups.py",
+        "kept_end = num_lasting // interval * interval if interval else 0",
+        "kept_end = 0",
+        "tests/engine/test_states.py::test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_cached",
+    ),
+    Bug(
+        "a document's bytes in a tier count each block once for all groups",
+        "tiers/lookups.py",
+        "found[tier] += num_blocks * group.memory.block_bytes",
+        "found[tier] = num_blocks * group.memory.block_bytes",
+        "tests/tiers/test_prefix_cache.py::test_the_bytes_of_a_prompt_are_counted_in_the_warmest_tier_of_each_block",
+    ),
+    Bug(
         "states of a long prompt are looked up one by one",
         "tiers/prompt_search.py",
         "        if group.attention.forgets and found.num_found < end - start:",

@@ -22,7 +22,7 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, name_block_size
+from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, name_block_size, state_groups
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pins
@@ -397,7 +397,9 @@ class TieredCache:
         """Return a copy of all statistics."""
         lower = self.lower.status.statistics()
         groups = self._group_tiers
-        device = slot_statistics([group.slots for group in groups], [group.memory.block_bytes for group in groups])
+        device = slot_statistics(
+            [group.slots for group in groups], [group.memory.block_bytes for group in groups], state_groups(self.groups)
+        )
         return CacheStatistics(
             {Tier.DEVICE: device, **lower.tiers},
             self._transfers.statistics(),

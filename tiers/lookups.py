@@ -67,11 +67,7 @@ class Lookups:
                 start, found = needed.start, self._residency.locate(group, chain.names_of(group.block_size, needed))
             device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
             below.append(found.below[needed.start - start : needed.stop - start])
-        misses = Misses(())
-        if num_found < limit:
-            ends = {num_found // group.block_size * group.block_size + group.block_size for group in self._attentions}
-            why = self._residency.miss_reason(chain.names[end // self._block_size - 1] for end in sorted(ends))
-            misses = Misses(((limit, why),))
+        misses = self._misses(chain, num_found, limit, search)
         in_part = self._residency.partial_group
         partial = None if in_part is None else self._partial_hit(in_part, chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self._residency.num_changes)
@@ -134,6 +130,33 @@ class Lookups:
             tiers = [tier for tier in found if tier is not None]
             result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
         return result
+
+    def bytes_in(self, chain: BlockChain) -> dict[Tier, int]:
+        """Return for each tier the bytes of the chain's blocks of which it is the warmest tier, in all groups."""
+        found = dict.fromkeys(Tier, 0)
+        for group in self._groups:
+            names = chain.names_of(group.block_size, range(len(chain.names) * self._block_size // group.block_size))
+            for tier, num_blocks in self._residency.count_by_tier(group, names).items():
+                found[tier] += num_blocks * group.memory.block_bytes
+        return found
+
+    def _misses(self, chain: BlockChain, num_found: int, limit: int, search: PromptSearch) -> Misses:
+        """Return why the tokens after the first *num_found* cannot be loaded, up to token *limit*."""
+        interval, reasons = self._retention.interval_tokens, list[tuple[int, Reason]]()
+        num_lasting = search.num_lasting // self._alignment * self._alignment
+        if interval is not None and num_found < num_lasting:
+            kept_end = num_lasting // interval * interval if interval else 0
+            why = self._why_missing(chain, kept_end) if kept_end > num_found else Reason.NEVER_SEEN
+            reasons.append((num_lasting, Reason.NOT_KEPT if why is Reason.NEVER_SEEN else why))
+            num_found = num_lasting
+        if num_found < limit:
+            ends = {num_found // group.block_size * group.block_size + group.block_size for group in self._attentions}
+            reasons.append((limit, self._why_missing(chain, *sorted(ends))))
+        return Misses(tuple(reasons))
+
+    def _why_missing(self, chain: BlockChain, *ends: int) -> Reason:
+        """Return why the blocks that end at the tokens *ends* are missing; see `Residency.miss_reason`."""
+        return self._residency.miss_reason(chain.names[end // self._block_size - 1] for end in ends)
 
     def _is_worth_asking(self, num_found: int, num_tokens: int) -> bool:
         """Return whether computing the rest of a prompt would take longer than querying the remote tier."""

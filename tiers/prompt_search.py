@@ -21,6 +21,15 @@ class PromptSearch:
         self._chain = chain
         self._kept: dict[int, _KeptBlocks] = {}  # of groups that forget and have a hole
 
+    @property
+    def num_lasting(self) -> int:
+        """Number of tokens up to which the groups that do not forget have all blocks; 0 without such a group.
+
+        Known once these groups were searched.
+        """
+        lasting = [group for group in self._residency.groups if not group.attention.forgets]
+        return min((self.located[group.id][1].num_found * group.block_size for group in lasting), default=0)
+
     def first_hole(self, group_id: int, start: int, end: int) -> int:
         """Return the first block from *start* to *end* - 1 that the group lacks, or *end* if it lacks none."""
         if group_id in self._kept:

@@ -5,7 +5,7 @@ table.
 """
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
@@ -205,6 +205,16 @@ class Residency:
         if not self.is_cut_off and not is_here.all():
             is_here |= self.lower.find(group.id, names) != NOWHERE
         return is_here
+
+    def count_by_tier(self, group: GroupTiers, names: Sequence[BlockName]) -> Counter[Tier]:
+        """Return for each tier how many of the group's blocks it has of which no warmer tier has a copy."""
+        is_below = group.pool.find_all(names) == ABSENT
+        places = self.lower.find(group.id, names_at(names, np.flatnonzero(is_below)))
+        counts = Counter({Tier.DEVICE: len(names) - len(places)})
+        for place, number in zip(*np.unique(np.minimum(places, 0), return_counts=True), strict=True):
+            if (tier := TIER_OF.get(int(place), Tier.HOST)) is not None:
+                counts[tier] += int(number)
+        return counts
 
     def tier_of(self, group: GroupTiers, name: BlockName) -> Tier | None:
         """Return the warmest tier that holds the block; None if no tier does."""

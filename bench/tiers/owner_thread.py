@@ -321,7 +321,9 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
     now = [0.0]
     pins = TimedPins(bed.cache, lambda: now[0])
     config = as_config({"host": {"capacity": "1GiB"}})
-    core: Any = SimpleNamespace(cache=bed.cache, pins=pins, config=config, bytes_per_token=4.0)
+    core: Any = SimpleNamespace(
+        cache=bed.cache, pins=pins, config=config, pinned_bytes=lambda num_tokens: 4 * num_tokens
+    )
     kept = DocumentPins(core, chains.__getitem__, lambda _: None, PinShares(core, 1))
     for number in range(num_documents):
         document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)

@@ -65,6 +65,12 @@ class PagedLayout:
         return sum(self.block_bytes[: self.num_attention_groups])
 
     @property
+    def mean_block_bytes(self) -> int:
+        """Mean bytes that a long prompt takes per block of its tokens: all their KV, and the states kept of them."""
+        states_bytes = self.states.slot_bytes * self.block_size / (self.state_interval or _PROMPT_TOKENS)
+        return round(self.token_block_bytes + states_bytes)
+
+    @property
     def state_interval(self) -> int | None:
         """Number of tokens after which a prompt's state is kept; None for a model without states.
 

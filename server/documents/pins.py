@@ -155,7 +155,7 @@ class DocumentPins:
             raise NoRoomToPin(f"host tier: {why}")
         kept = self._kept.get(document) or _Kept()
         if not self._renew(document, kept, ends, must_have_room):
-            needed = document.num_tokens * self._core.bytes_per_token / 2**20
+            needed = self._core.pinned_bytes(document.num_tokens) / 2**20
             share = self._shares.share_bytes / 2**20
             raise NoRoomToPin(
                 f"host tier: the document takes {needed:.1f} MiB, more than is free of your share of {share:.1f} MiB; "

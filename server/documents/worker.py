@@ -152,7 +152,7 @@ class DocumentWorker:
             self._errors.get(document),
             num_done.get(status, 0),
             tokens,
-            {str(tier): round(tokens[str(tier)] * core.bytes_per_token) for tier in Tier},
+            {str(tier): num_bytes for tier, num_bytes in core.cache.lookups.bytes_in(chain).items()},
             core.cache.plans.load_seconds(hit, planner),
             compute_s,
             self._pins.is_warming(document),

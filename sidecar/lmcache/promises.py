@@ -622,10 +622,7 @@ class Promises:
         for group_id in lasting if promise.before else ():
             tiers.refresh(group_id, promise.before[::-1], ())
         self.counts.num_over_share += num_beyond
-        promise.misses = Misses(((len(names), Reason.CAPACITY),))
-        if hit.num_there < len(names):
-            why = tiers.miss_reason(names[hit.num_there])
-            promise.misses = Misses(((hit.num_there, Reason.CAPACITY), (len(names), why)))
+        promise.misses = _misses(hit, names, tiers)
         self._lease(promise, hit)
         return True
 
@@ -691,3 +688,15 @@ class Promises:
                 self._promises[request_id] = left
             else:
                 del self._promises[request_id]
+
+
+def _misses(hit: SharedHit, names: Sequence[BlockName], tiers: LayoutTiers) -> Misses:
+    """Return why the chunks after a hit cannot be loaded. Chunks of the hit itself can lack only room."""
+    reasons, num_found = [(hit.num_there, Reason.CAPACITY)], hit.num_there
+    if num_found < hit.num_lasting:
+        why = tiers.miss_reason(names[num_found])
+        num_found = hit.num_lasting
+        reasons.append((num_found, Reason.NOT_KEPT if why is Reason.NEVER_SEEN else why))
+    if num_found < len(names):
+        reasons.append((len(names), tiers.miss_reason(names[num_found])))
+    return Misses(tuple(reasons))

@@ -15,7 +15,7 @@ from waiting import wait_for
 from kvtier import LLM, SamplingParams
 from kvtier.engine.model.paged_layout import layout_of
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import Reason, Tier
 
 # Linear attention, a state beside attention in each layer, and no attention.
 QUICK = ["Qwen3_5Text", "FalconH1", "Mamba2"]
@@ -91,7 +91,7 @@ def test_a_request_holds_two_states_at_most(tmp_path: Path) -> None:
     model = build_states("Qwen3_5Text")
     prompt = prompt_of(1)
     layout = layout_of(model, BLOCK_SIZE)
-    config = configuration(model, tmp_path, retention_tokens=CHUNK)
+    config = configuration(model, tmp_path, retention_tokens=0)
     del config["disk"]
     config["host"]["capacity"] = 0  # so that no copy holds a lease after the answer
     config["device"]["capacity"] = 22 * layout.token_block_bytes + 2 * layout.states.slot_bytes
@@ -131,6 +131,55 @@ def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) ->
 
     assert [answer.token_ids for answer in done] == expected
     assert [answer.tokens.device for answer in done] == [0, 96, 192]
+
+
+def test_tokens_whose_state_is_missing_are_recomputed_for_that_reason(tmp_path: Path) -> None:
+    """Between the state and the place where the prompts part, keys and values are cached. The rest is new."""
+    model = build_states("FalconH1")
+    document = prompt_of(1, 200)
+
+    with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
+        llm.generate(document + prompt_of(2, 30), GREEDY)
+        second = llm.generate(document + prompt_of(3, 30), GREEDY)[0].tokens
+
+    assert (second.device, second.recomputed) == (96, 134)
+    assert second.reasons == {Reason.NOT_KEPT: 96, Reason.NEVER_SEEN: 32, Reason.LAST_BLOCK: 6}
+
+
+def test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_cached(tmp_path: Path) -> None:
+    model = build_states("Qwen3_5Text")
+    prompt = prompt_of(1, 530)
+    config = configuration(model, tmp_path, 300, 3)
+    del config["disk"]
+    config["host"]["capacity"] = 0
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        num_states = llm.core.cache.free_slots()[-1]
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+        for seed in range(2, 2 + num_states):  # each takes three blocks, and a state
+            llm.generate(prompt_of(seed, 33), SamplingParams(max_tokens=1))
+        again = llm.generate(prompt, SamplingParams(max_tokens=1))[0].tokens
+
+    assert again.recomputed == 530
+    assert again.reasons[Reason.EVICTED_FROM_DEVICE] == 528
+
+
+def test_states_are_counted_in_each_tier_and_a_pin_keeps_one(tmp_path: Path) -> None:
+    """A prompt of 300 tokens has 18 full blocks. Two states of it are kept, one of them 128 tokens before its end."""
+    model = build_states("FalconH1")
+    prompt = prompt_of(1)
+
+    with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+        push_down(llm, prompt, Tier.HOST)
+        tiers = llm.statistics().cache.tiers
+        chain = chain_of(llm, prompt)
+        pinned, num_bytes = llm.core.pinned_bytes(NUM_TOKENS), llm.core.cache.lookups.bytes_in(chain)
+
+    block, state = layout_of(model, BLOCK_SIZE).block_bytes
+    assert tiers[Tier.DISK].num_states >= 2
+    assert num_bytes == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 18 * block + 2 * state, Tier.REMOTE: 0}
+    assert pinned == 18 * block + state
 
 
 def test_the_next_turn_of_a_chat_resumes_at_the_end_of_the_answer(tmp_path: Path) -> None:

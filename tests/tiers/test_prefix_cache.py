@@ -812,6 +812,19 @@ def test_blocks_after_an_image_share_parts_only_behind_the_same_image() -> None:
     assert desk.enter(text(1, 40), dog).tokens.device == 0
 
 
+def test_the_bytes_of_a_prompt_are_counted_in_the_warmest_tier_of_each_block() -> None:
+    desk = Desk(FULL_AND_STATE, num_slots=20, num_host_slots=40)
+    reader = desk.enter(text(1, 96), stops=[32])  # six blocks, and states at blocks 1 and 5
+    desk.leave(reader)
+    desk.spill_all()
+    desk.forget(Tier.DEVICE, reader, (0, 4), (0, 5), (1, 5))
+
+    found = desk.cache.lookups.bytes_in(reader.chain)
+
+    block = 16 * TOKEN_BYTES
+    assert found == {Tier.DEVICE: 5 * block, Tier.HOST: 3 * block, Tier.DISK: 0, Tier.REMOTE: 0}
+
+
 class CountingChain(BlockChain):
     """A chain that counts for how many ranges its names are asked."""
 

@@ -59,6 +59,10 @@ class DiskIndex:
         """Number of blocks known to be on disk."""
         return sum(map(len, self._names.values()))
 
+    def num_blocks_of(self, group_id: int) -> int:
+        """Return the number of blocks of one group that are known to be on disk."""
+        return len(self._names[group_id]) if group_id in self._names else 0
+
     def holds(self, group_id: int, name: BlockName) -> bool:
         """Return whether the block is on disk."""
         return group_id in self._names and name in self._names[group_id]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
 from types import MappingProxyType
@@ -346,10 +347,11 @@ class LocalStatus:
 
     def statistics(self) -> LowerStatistics:
         index = self._index
-        tiers = {Tier.HOST: slot_statistics(index.host, self._block_bytes, index.corrupt)}
+        tiers = {Tier.HOST: slot_statistics(index.host, self._block_bytes, index.of_states, index.corrupt)}
         disk, admission = None, None
         if index.disk.is_there:
-            tiers[Tier.DISK] = index.disk.statistics()
+            num_states = sum(map(index.disk.index.num_blocks_of, index.of_states))
+            tiers[Tier.DISK] = replace(index.disk.statistics(), num_states=num_states)
             disk, admission = index.disk.details(), index.admission.statistics()
         remote = None if self._remote is None else self._remote.statistics()
         if remote is not None:

@@ -23,7 +23,7 @@ from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.naming.groups import BlockGroup
+from kvtier.tiers.naming.groups import BlockGroup, state_groups
 from kvtier.tiers.naming.named_blocks import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import EvictionCause, Tier
 from kvtier.transfer.transfer_engine import Route
@@ -65,6 +65,7 @@ class LowerIndex:
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
         self.epoch = 0  # see `LowerStatus.epoch`
         self._block_sizes = [group.block_size for group in groups]
+        self.of_states = state_groups(groups)
         self.forgets = [group.forgets for group in groups]  # by group, whether its attention reads only recent blocks
         self._block_bytes = block_bytes
         self._events = events

@@ -1,7 +1,7 @@
 """Statistics of the tiers, as immutable objects that any thread may keep."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
@@ -97,6 +97,8 @@ class TierStatistics:
     num_dirty: int = 0  # blocks that have yet to be copied to a lower tier
     leased_bytes: int = 0  # bytes of the leased slots
     eviction_ages: HistogramStatistics = NO_AGES  # seconds since the last use of evicted blocks, from a sample
+    # Part of *num_blocks*: recurrent states. 0 in a sidecar, which does not know what its blocks are.
+    num_states: int = 0
 
     @property
     def num_evicted(self) -> int:
@@ -113,9 +115,16 @@ def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionC
 
 
 def slot_statistics(
-    groups: Sequence[GroupSlots], block_bytes: Sequence[int], corrupt: Mapping[str, int] = MappingProxyType({})
+    groups: Sequence[GroupSlots],
+    block_bytes: Sequence[int],
+    of_states: Collection[int],
+    corrupt: Mapping[str, int] = MappingProxyType({}),
 ) -> TierStatistics:
-    """Return the statistics of the device or of host memory. *groups* and *block_bytes* are by attention group."""
+    """Return the statistics of the device or of host memory.
+
+    *groups* and *block_bytes* are by attention group. *of_states* has the indices of the groups that keep recurrent
+    states.
+    """
     both = [(slots.pool, num_bytes) for slots, num_bytes in zip(groups, block_bytes, strict=True)]
     return TierStatistics(
         num_blocks=sum(pool.num_named for pool, _ in both),
@@ -128,6 +137,7 @@ def slot_statistics(
         num_dirty=sum(len(slots.dirty) for slots in groups),
         leased_bytes=sum(pool.num_leased_slots * num_bytes for pool, num_bytes in both),
         eviction_ages=reduce(HistogramStatistics.plus, (slots.ages.statistics() for slots in groups), NO_AGES),
+        num_states=sum(groups[group_id].pool.num_named for group_id in of_states),
     )
 
 

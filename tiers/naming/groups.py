@@ -118,6 +118,11 @@ class RecurrentState(_Windowed):
         return max(0, num_tokens - 1) // self.block_size
 
 
+def state_groups(groups: Iterable[object]) -> list[int]:
+    """Return the indices of the groups that keep recurrent states."""
+    return [group_id for group_id, group in enumerate(groups) if isinstance(group, RecurrentState)]
+
+
 def alignment(groups: Iterable[AttentionGroup]) -> int:
     """Return the least common multiple of the block sizes, in tokens.
 

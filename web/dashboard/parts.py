@@ -44,7 +44,7 @@ def token_totals(tokens: TokenBalance) -> Numbers:
 
 def tier_columns(tier: Tier) -> tuple[str, ...]:
     """Return the tier's columns in the dashboard's history: those of `tier_totals`, `tier_levels`, `RecentAges`."""
-    names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "leased", "dirty", "age")
+    names = ("evicted", "dropped", "corrupt", "bytes", "capacity", "blocks", "states", "leased", "dirty", "age")
     return tuple(f"tier.{tier}.{name}" for name in names)
 
 
@@ -58,8 +58,8 @@ def tier_totals(tier: Tier, statistics: TierStatistics) -> Numbers:
 
 
 def tier_levels(tier: Tier, statistics: TierStatistics) -> Numbers:
-    """Return the current contents of the tier, in blocks and bytes."""
-    levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks}
+    """Return the current contents of the tier, in blocks, recurrent states and bytes."""
+    levels: Numbers = {f"tier.{tier}.blocks": statistics.num_blocks, f"tier.{tier}.states": statistics.num_states}
     if tier is not Tier.REMOTE:  # kvtier neither knows nor limits the size of the remote tier
         levels |= {f"tier.{tier}.bytes": statistics.num_bytes, f"tier.{tier}.capacity": statistics.capacity_bytes}
     if tier in WITH_SLOTS:

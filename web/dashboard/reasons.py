@@ -41,6 +41,11 @@ REASON_TEXTS: Mapping[Reason, ReasonText] = {
         "The remote store reported the block, but no longer had it when kvtier read it.",
         "Look at the remote store's own memory limit and eviction policy.",
     ),
+    Reason.NOT_KEPT: ReasonText(
+        "The keys and values were cached, but no recurrent state (or window) from which the request could resume.",
+        "Nothing, if it happens once for a prefix: a state is kept where two prompts part, for the third one. To keep "
+        "more of them, give device.retention_tokens a smaller number, and the tiers more memory.",
+    ),
     Reason.CAPACITY: ReasonText(
         "The block was a hit in a lower tier, but device memory had no free slot to load it into.",
         "Give more device memory (--device-memory), or let fewer requests run at once (scheduler.max_running).",

@@ -66,6 +66,7 @@ class Evidence:
         trail, num_tokens, size = self.past.trail, self.past.prompt.num_tokens, self.past.trail.block_size
         ghosts, ways = self._lost(), self._other_ways()
         was_known = self.known.has_all(self.past.prompt).tolist()
+        first_missing = self.tiers.index(None) if None in self.tiers else len(self.tiers)
         start = len(trail.depths) * size + trail.num_copied
         rows = []
         while start < num_tokens:
@@ -74,7 +75,7 @@ class Evidence:
             end = min((block + 1) * size, num_tokens, until)
             row = ExplainedRun(start, end, None, Why.SHORT if num_tokens < size else reason)
             if row.why in _LOST and block < len(trail.names):
-                if block < len(self.tiers) and self.tiers[block] is not None:
+                if first_missing < block < len(self.tiers) and self.tiers[block] is not None:
                     row = replace(row, why=Why.BEHIND)
                 elif (ghost := ghosts[block]) is not None:
                     row = self._evicted_row(row, ghost)

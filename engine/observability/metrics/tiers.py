@@ -21,6 +21,7 @@ _FAULTS = tuple(fault for fault in Fault if fault is not Fault.MISSING)
 def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     """Yield the metrics of each tier's content and evictions."""
     yield names.RESIDENT_BLOCKS.by({tier: each.num_blocks for tier, each in tiers.items()})
+    yield names.RESIDENT_STATES.by({tier: each.num_states for tier, each in tiers.items()})
     yield names.RESIDENT_BYTES.by({tier: each.num_bytes for tier, each in tiers.items()})
     yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
     yield names.EVICTED_BLOCKS.by(

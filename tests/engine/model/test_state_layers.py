@@ -218,6 +218,7 @@ def test_half_of_the_memory_at_most_is_for_states_and_at_least_two() -> None:
         assert capacity - block < num_blocks * block + num_states * state <= capacity
     # Two states per interval, so that one is kept for each interval of what fits.
     assert layout.state_interval == 512
+    assert layout.mean_block_bytes == block + state // 32
     assert num_states == pytest.approx(2 * num_blocks * BLOCK_SIZE / 512, rel=0.01)
 
     with pytest.raises(ValueError, match="less than 2 recurrent states of 45056 bytes"):

@@ -108,7 +108,7 @@ function advice(half, now, twice) {
 }
 
 function tierTable(tiers) {
-  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("not copied down"), number("evicted"), number("evicted before copied"), number("corrupt"), number("age"), "eviction causes"], "none");
+  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("states"), number("leased"), number("not copied down"), number("evicted"), number("evicted before copied"), number("corrupt"), number("age"), "eviction causes"], "none");
   const rows = ({ series, facts }) =>
     tiers
       .filter((tier) => series.now(`tier.${tier}.capacity`) !== null)
@@ -120,6 +120,7 @@ function tierTable(tiers) {
           cell("bytes", bytes),
           cell("capacity", bytes),
           percent(now("capacity") ? now("bytes") / now("capacity") : null),
+          cell("states", (number) => (number ? count(number) : NONE)),
           cell("leased", count),
           cell("dirty", count),
           cell("evicted", count),
@@ -129,7 +130,7 @@ function tierTable(tiers) {
           facts.evicted.filter((each) => each.tier === tier).map((each) => `${words(each.cause)} ${count(each.blocks)}`).join(", ") || NONE,
         ];
       });
-  const about = "Blocks. Leased: in use, cannot be evicted now. Not copied down: without a copy in a lower tier. Age: median time since the last use of evicted blocks. Evicted and corrupt blocks are counted since the start.";
+  const about = "Blocks. States: recurrent states among them. Leased: in use, cannot be evicted now. Not copied down: without a copy in a lower tier. Age: median time since the last use of evicted blocks. Evicted and corrupt blocks are counted since the start.";
   return new TableCard("tiers", "Tiers now", table, rows, { isWide: true, about });
 }
 
