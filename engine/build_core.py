@@ -42,7 +42,7 @@ from kvtier.engine.stores.reopening_store import ReopeningStore
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.lower.remote.remote_tier import RemoteTier
 from kvtier.tiers.lower.spill_log import SpillLog
@@ -181,7 +181,7 @@ def build_core(
                 sidecar,
                 remote,
                 sampling_defaults,
-                _images(config, runner, tokenizer, image_processor, store, namespace, undo),
+                _images(config, runner, tokenizer, image_processor, store, lower, namespace),
             ),
         )
         undo.pop_all()
@@ -267,13 +267,12 @@ def _images(
     tokenizer: PreTrainedTokenizerBase,
     processor: "BaseImageProcessor | None",
     store: ReopeningStore | None,
+    lower: LowerTiers,
     namespace: Namespace,
-    undo: ExitStack,
 ) -> Images:
     row_store = store if namespace.kv_quantization == "none" else None  # a lossy codec would round the rows
-    images = open_images(runner, tokenizer, processor, config.images, row_store, namespace.digest)
-    undo.callback(images.close)
-    return images
+    records = lower.other_records if isinstance(lower, LocalTiers) else None
+    return open_images(runner, tokenizer, processor, config.images, row_store, records, namespace.digest)
 
 
 def _open_remote(config: Config, finished: Finished, namespace: Namespace, undo: ExitStack) -> OpenRemote | None:

@@ -452,7 +452,6 @@ class EngineCore:
             if self._remote is not None:
                 ends.callback(self._remote.close)
             ends.callback(self._close_tiers)
-            ends.callback(self.images.close)
             ends.callback(self.runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
@@ -475,6 +474,7 @@ class EngineCore:
 
     def _flush(self, progress: Callable[[int], None]) -> None:
         self.catch_up()
+        self.images.flush()
         if num_left := self.cache.drain.flush(FLUSH_TIMEOUT_S, progress):
             now = self._snapshot()
             log.warning(

@@ -280,6 +280,27 @@ BUGS = [
         "tests/engine/images/test_image_answers.py",
     ),
     Bug(
+        "the disk's index does not learn which blocks an image's rows evict",
+        "tiers/lower/other_records.py",
+        "                    self._on_evicted(transfer.result.evicted, cause)\n",
+        "                    pass\n",
+        "tests/engine/images",
+    ),
+    Bug(
+        "an image's rows are written without a look at the daily budget",
+        "tiers/lower/other_records.py",
+        " or not disk.budget.spares(num_bytes)",
+        "",
+        "tests/engine/images",
+    ),
+    Bug(
+        "rows that are being written survive a reset",
+        "engine/images/row_store.py",
+        "        self._must_clear = True\n",
+        "        self._must_clear = not self._is_busy\n",
+        "tests/engine/images/test_prompt_images.py",
+    ),
+    Bug(
         "absorbed queries read the keys of later tokens",
         "engine/model/latent_attention.py",
         "        if part.mask is not None:",

@@ -82,8 +82,8 @@ class Images(Protocol):
     def clear(self) -> None:
         """Evict the encoder's results from host memory and disk."""
 
-    def close(self) -> None:
-        """Write what is queued for the disk, and end the thread."""
+    def flush(self) -> None:
+        """Wait until the encoder's results that are queued for the disk are written, at most a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class NoImages:
     def clear(self) -> None:
         pass
 
-    def close(self) -> None:
+    def flush(self) -> None:
         pass
 
 
@@ -219,9 +219,9 @@ class EngineImages:
         if self._store is not None:
             self._store.clear()
 
-    def close(self) -> None:
+    def flush(self) -> None:
         if self._store is not None:
-            self._store.close()
+            self._store.flush()
 
     def _fetch(self, image: PreparedImage, cache_salt: str | None) -> None:
         """Load the image's rows from disk into host memory, if they are there and not in host memory."""

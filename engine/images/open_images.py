@@ -19,6 +19,7 @@ from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.extras import MissingExtra, require_packages
 from kvtier.store.blob_store import Records
+from kvtier.tiers.lower.other_records import OtherRecords
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def open_images(
     processor: "BaseImageProcessor | None",
     config: ImagesConfig,
     store: Records | None,
+    records: OtherRecords | None,
     namespace: bytes,
 ) -> Images:
     """Return the image part of an engine, whose results with an image are compared with the model's own.
@@ -51,7 +53,8 @@ def open_images(
         tokenizer: Writes the tokens that stand for an image.
         processor: The model's image processor, or None if it has none.
         config: Limits and sizes.
-        store: Store on disk for the encoder's results, or None.
+        store: Store on disk from which the encoder's results are read, or None.
+        records: Writes them to *store*; None without a store.
         namespace: Namespace of the model's KV blocks.
     """
     if (why := _why_not(runner, tokenizer, processor)) is not None:
@@ -68,7 +71,9 @@ def open_images(
         return NoImages(why)
     if row_shape is None:
         return NoImages("device.capacity holds fewer tokens than a prompt with a small image; raise it")
-    rows = RowStore(store, namespace) if store is not None and config.disk else None
+    rows = None
+    if store is not None and records is not None and config.disk:
+        rows = RowStore(store, records, namespace)
     adapters = _adapters_of_encoder(runner)
     return EngineImages(preparer, encoder, RowCache(config.cache), rows, row_shape, model.dtype, adapters)
 

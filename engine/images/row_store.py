@@ -2,21 +2,23 @@
 
 import hashlib
 import logging
-import queue
-import threading
-from contextlib import suppress
+import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from kvtier.store.blob_store import Blob, Records
 from kvtier.store.record import NAMESPACE_BYTES, digest
+from kvtier.tiers.lower.other_records import OtherRecords
+from kvtier.transfer.lane import LaneClosed
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 32 << 20  # of one image's rows: as much as the store takes in one change
 MAX_QUEUED = 8  # images whose rows wait to be written; further ones are not written
-_END_WAIT_S = 10.0
+_FLUSH_WAIT_S = 10.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,27 +27,31 @@ class _Write:
     rows: torch.Tensor
     tenant: bytes
 
-
-class _Clear:
-    """A job that only wakes the thread."""
+    def blob(self) -> Blob:
+        raw = _bytes_of(self.rows)
+        return Blob(self.key, digest(raw), raw, tenant=self.tenant)
 
 
 class RowStore:
-    """Rows of images in a store on disk, which verifies every read.
+    """Rows of images in the disk tier's store, which verifies every read.
 
-    `read` blocks, so do not call it on the engine's thread or an event loop. `write` queues the rows for a thread.
-    Rows that cannot be read or written are lost, which costs another run of the encoder.
+    `read` blocks and may be called in any thread, but not in the engine's or on an event loop. All other methods are
+    for the engine's thread. They queue their work, of which one part runs at a time. Rows that cannot be read or
+    written are lost, which costs another run of the encoder.
     """
 
-    def __init__(self, store: Records, namespace: bytes) -> None:
-        """Use *store* for the rows of a model, whose KV blocks have the *namespace*."""
+    def __init__(self, store: Records, records: OtherRecords, namespace: bytes) -> None:
+        """Read from *store* and write with *records*, which belong together.
+
+        *namespace* is that of the KV blocks of the model whose rows are kept.
+        """
         self._store = store
+        self._records = records
         self._namespace = hashlib.sha256(b"kvtier image rows 1\0" + namespace).digest()[:NAMESPACE_BYTES]
-        self._jobs: queue.Queue[_Write | _Clear | None] = queue.Queue(MAX_QUEUED)
+        self._waiting: deque[_Write] = deque()
+        self._must_clear = False  # before the writes that wait
+        self._is_busy = False  # whether a write or deletion is in flight
         self._has_warned = False
-        self._is_cleared = threading.Event()  # set until the thread has deleted the rows
-        self._thread = threading.Thread(target=self._write_all, name="kvtier-image-rows", daemon=True)
-        self._thread.start()
 
     def read(self, key: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
         """Return the rows under *key*, which have this *shape* and *dtype*; None if they are missing or damaged."""
@@ -61,50 +67,45 @@ class RowStore:
 
     def write(self, key: bytes, rows: torch.Tensor, tenant: bytes) -> None:
         """Queue *rows* to be written, unless they are too large or too many wait. They count for *tenant*."""
-        if rows.nbytes <= MAX_BYTES:
-            try:
-                self._jobs.put_nowait(_Write(self._namespace + key, rows, tenant))
-            except queue.Full:
-                log.debug("image rows: the disk is behind, so the rows of an image are not written")
+        if rows.nbytes <= MAX_BYTES and len(self._waiting) < MAX_QUEUED:
+            self._waiting.append(_Write(self._namespace + key, rows, tenant))
+        self._start_next()
 
     def clear(self) -> None:
-        """Queue the deletion of the rows of this model's images on disk. The store's thread deletes them later."""
-        self._is_cleared.set()
-        with suppress(queue.Full):  # then the thread finds the flag after the next write
-            self._jobs.put_nowait(_Clear())
+        """Delete the rows of this model's images on disk in the background, also those that are being written."""
+        self._waiting.clear()
+        self._must_clear = True
+        self._start_next()
 
-    def close(self) -> None:
-        """Write what is queued and end the thread."""
-        try:
-            self._jobs.put(None, timeout=_END_WAIT_S)
-        except queue.Full:
+    def flush(self) -> None:
+        """Wait until what is queued is done, at most a few seconds."""
+        give_up_at = time.monotonic() + _FLUSH_WAIT_S
+        self._start_next()
+        while self._is_busy and time.monotonic() < give_up_at:
+            self._records.wait(_POLL_S)
+
+    def _start_next(self) -> None:
+        if self._is_busy:
             return
-        self._thread.join(_END_WAIT_S)
+        if self._must_clear:
+            self._is_busy = self._records.delete(self._namespace, self._on_cleared)
+            return
+        while self._waiting and not self._is_busy:
+            write = self._waiting.popleft()
+            self._is_busy = self._records.put(write.blob, write.rows.nbytes, self._on_written)
 
-    def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._is_cleared.is_set():
-                self._is_cleared.clear()
-                self._delete_all()
-            if isinstance(job, _Write):
-                self._put(job)
+    def _on_written(self, error: BaseException | None) -> None:
+        self._is_busy = False
+        self._warn("written", error)
+        self._start_next()
 
-    def _put(self, job: "_Write") -> None:
-        raw = _bytes_of(job.rows)
-        try:
-            self._store.put_many([Blob(job.key, digest(raw), raw, tenant=job.tenant)])
-        except (OSError, ValueError) as error:
-            self._warn("written", error)
+    def _on_cleared(self, error: BaseException | None) -> None:
+        self._is_busy = self._must_clear = False
+        self._warn("deleted", error)
+        self._start_next()
 
-    def _delete_all(self) -> None:
-        try:
-            stored = self._store.keys()
-            self._store.delete([key for key in stored if key.startswith(self._namespace)])
-        except (OSError, ValueError) as error:
-            self._warn("deleted", error)
-
-    def _warn(self, what: str, error: Exception) -> None:
-        if not self._has_warned:
+    def _warn(self, what: str, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, LaneClosed) and not self._has_warned:
             self._has_warned = True
             log.warning("image rows cannot be %s on disk (%s); images are encoded again instead", what, error)
 

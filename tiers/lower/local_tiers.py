@@ -36,6 +36,7 @@ from kvtier.tiers.lower.lower_tiers import (
     SpillProgress,
 )
 from kvtier.tiers.lower.no_tiers import NoTiers
+from kvtier.tiers.lower.other_records import OtherRecords
 from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.reads import BlockRead, ColdReads, DiskSource, ReadProbe, Reads
 from kvtier.tiers.lower.remote.remote_link import RemoteLink
@@ -510,6 +511,7 @@ class LocalTiers:
         self._disk_probe = ReadProbe(source, self._block_bytes.__getitem__, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._clearing = RecordDeletion(self.index.disk, transfers, clock)
+        self.other_records = OtherRecords(self.index.disk, transfers, self.on_gone_from_disk)
         self._fetches = Fetches(self.index, self._cold_reads)
         # These methods of `LowerTiers` are methods of the index and of the fetches.
         self.find, self.find_run, self.pop_lost = self.index.find, self.index.find_run, self.index.pop_lost
@@ -655,8 +657,8 @@ class LocalTiers:
     def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
         """Record that the store has deleted the records of *keys*, for example at an operator's request.
 
-        *cause* is the reason. If a write by these tiers evicts records, the outcome of the write lists them, so do not
-        report them here.
+        *cause* is the reason. If a write of blocks by these tiers evicts records, the outcome of the write lists them,
+        so do not report them here.
         """
         self._disk_spill.on_gone(keys)
         if cause is EvictionCause.CLEARED:

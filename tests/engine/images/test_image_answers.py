@@ -191,6 +191,38 @@ def test_rows_that_are_damaged_on_disk_are_computed_again(tmp_path: Path) -> Non
     assert (found.num_encoded, found.num_from_disk) == (1, 0)
 
 
+def test_blocks_that_rows_push_out_of_the_disk_leave_its_index(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    config = tables(tmp_path)
+    config["disk"] |= {"capacity": "12MiB"}
+    with llm_of(seen, config) as llm:
+        for number in range(30):
+            llm.generate("".join(random.Random(number).choices("abcdefgh", k=150)), GREEDY)
+        assert llm.core.cache.drain.flush(60.0) == 0, "blocks without a copy on disk"
+        for number in range(20):  # a prompt of fewer tokens than a block has, without its image
+            llm.generate(ImagePrompt(seen.in_prompt, [picture(number, *SIZE)]), GREEDY)
+        llm.core.images.flush()
+        disk = llm.core.cache.lower.index.disk
+        stored = [block for key in disk.walk() if (block := disk.block_of(key)) is not None]
+
+        assert llm.statistics().images.num_encoded == 20
+        assert disk.index.num_blocks == len(stored)
+
+
+def test_rows_count_against_the_bytes_that_may_be_written_in_a_day(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    config = tables(tmp_path)
+    config["disk"] |= {"max_written_bytes_per_day": 1024}
+    prompt = ImagePrompt(seen.in_prompt, [picture(5, *SIZE)])
+    with llm_of(seen, config) as llm:
+        llm.generate(prompt, GREEDY)
+    with llm_of(seen, config) as llm:
+        llm.generate(prompt, GREEDY)
+        found = llm.statistics().images
+
+    assert (found.num_encoded, found.num_from_disk) == (1, 0)
+
+
 def test_tenants_share_neither_blocks_nor_rows(tmp_path: Path) -> None:
     seen = build_vision("smolvlm")
     with llm_of(seen, tables(tmp_path)) as llm:

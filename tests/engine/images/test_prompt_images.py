@@ -2,16 +2,26 @@
 
 import pytest
 import torch
+from chaos import FakeClock
 
 from kvtier.engine.images.image import ImageError, PreparedImage, identity_of
 from kvtier.engine.images.prompt_images import PromptImages, place_images
 from kvtier.engine.images.row_cache import RowCache
 from kvtier.engine.images.row_store import MAX_BYTES, RowStore
+from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import digest
+from kvtier.tiers.lower.breaker import MAX_FAILURES, BreakerState
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.other_records import OtherRecords
 from kvtier.tiers.naming.block_hash import MultimodalItem
+from kvtier.tiers.naming.tier import EvictionCause
+from kvtier.transfer.lane import Finished, InlineLane
+from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 IMAGE = 9
 SHAPE = (2, 3, 4)
+CHARGE = 4608  # what a store counts for a record of a few bytes
 
 
 def image(identity: str, placeholder: list[int]) -> PreparedImage:
@@ -95,42 +105,119 @@ def test_rows_larger_than_the_cache_leave_it_as_it_is() -> None:
     assert cache.get(b"a") is not None
 
 
+class RowBed:
+    """A store of the disk tier in memory, whose writes end when they are asked for."""
+
+    def __init__(self, store: MemoryStore, bytes_per_day: int | None = None) -> None:
+        self.store = store
+        finished = Finished()
+        transfers = TransferEngine({route: InlineLane(finished) for route in Route}, finished)
+        self.disk = DiskTier(store, bytes(16), FakeClock(), bytes_per_day)
+        self.disk.follow_opening()
+        self.evicted: list[tuple[bytes, EvictionCause]] = []
+        self._records = OtherRecords(
+            self.disk, transfers, lambda keys, cause: self.evicted.extend((key, cause) for key in keys)
+        )
+
+    def rows(self, model: bytes) -> RowStore:
+        return RowStore(self.store, self._records, model)
+
+
 def test_rows_on_disk_belong_to_one_model_and_have_one_shape() -> None:
     rows = torch.randn(SHAPE)
     with MemoryStore(1 << 20) as store:
-        own = RowStore(store, b"a model")
+        bed = RowBed(store)
+        own, other = bed.rows(b"a model"), bed.rows(b"another")
         own.write(b"k" * 32, rows, b"")
-        own.close()
-        again, other = RowStore(store, b"a model"), RowStore(store, b"another")
+        own.flush()
 
-        found = again.read(b"k" * 32, SHAPE, rows.dtype)
+        found = bed.rows(b"a model").read(b"k" * 32, SHAPE, rows.dtype)
 
         assert found is not None
         assert torch.equal(found, rows)
         assert other.read(b"k" * 32, SHAPE, rows.dtype) is None
-        assert again.read(b"k" * 32, (2, 3, 5), rows.dtype) is None
-        again.close()
-        other.close()
+        assert own.read(b"k" * 32, (2, 3, 5), rows.dtype) is None
 
 
 def test_rows_that_no_change_of_the_store_takes_are_not_written() -> None:
     with MemoryStore(1 << 30) as store:
-        own = RowStore(store, b"a model")
+        own = RowBed(store).rows(b"a model")
         own.write(b"k" * 32, torch.empty(1, MAX_BYTES // 4 + 1, 1), b"")
-        own.close()
+        own.flush()
 
         assert store.statistics().num_records == 0
 
 
+def test_what_rows_push_out_of_the_disk_is_told_with_its_cause() -> None:
+    with MemoryStore(2 * CHARGE) as store:
+        bed = RowBed(store)
+        for key in (b"old", b"new"):
+            store.put_many([Blob(bytes(16) + key, digest(b"block"), memoryview(b"block"))])
+        own = bed.rows(b"a model")
+        for key in (b"k", b"l"):
+            own.write(key * 32, torch.randn(SHAPE), b"")
+            own.flush()
+
+        assert bed.evicted == [(bytes(16) + key, EvictionCause.ROOM) for key in (b"old", b"new")]
+
+
+def test_rows_are_charged_to_the_daily_write_budget_and_leave_its_reserve() -> None:
+    rows = torch.randn(SHAPE)
+    with MemoryStore(1 << 20) as store:
+        bed = RowBed(store, bytes_per_day=4 * rows.nbytes)
+        own = bed.rows(b"a model")
+        for number in range(4):
+            own.write(bytes([number]) * 32, rows, b"")
+            own.flush()
+
+        assert store.statistics().num_records == 3
+        assert bed.disk.budget.left_bytes == rows.nbytes
+
+
+def test_rows_that_wait_when_all_are_cleared_are_not_written_and_those_being_written_are_deleted() -> None:
+    with MemoryStore(1 << 20) as store:
+        bed = RowBed(store)
+        own, other = bed.rows(b"a model"), bed.rows(b"another")
+        other.write(b"k" * 32, torch.randn(SHAPE), b"")
+        other.flush()
+        for number in range(3):
+            own.write(bytes([number]) * 32, torch.randn(SHAPE), b"")
+        own.clear()
+        own.write(b"k" * 32, torch.randn(SHAPE), b"")
+        own.flush()
+
+        are_there = [own.read(bytes([number]) * 32, SHAPE, torch.float32) is not None for number in range(3)]
+        assert are_there == [False] * 3
+        assert own.read(b"k" * 32, SHAPE, torch.float32) is not None
+        assert other.read(b"k" * 32, SHAPE, torch.float32) is not None
+
+
+def test_a_disk_that_failed_gets_no_rows_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with MemoryStore(1 << 20) as store:
+        bed = RowBed(store)
+        own = bed.rows(b"a model")
+        store.put_many = _failing  # type: ignore[method-assign]
+        for number in range(MAX_FAILURES + 1):
+            own.write(bytes([number]) * 32, torch.randn(SHAPE), b"")
+            own.flush()
+
+        assert bed.disk.writing.state is BreakerState.OPEN
+        assert caplog.text.count("image rows cannot be written on disk (the disk is broken)") == 1
+
+
+def _failing(blobs: object) -> list[bytes]:
+    raise OSError("the disk is broken")
+
+
 def test_a_store_that_is_closed_loses_rows_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore(1 << 20)
+    own = RowBed(store).rows(b"a model")
     store.close()
-    own = RowStore(store, b"a model")
 
     for _ in range(2):
         assert own.read(b"k" * 32, SHAPE, torch.float32) is None
     own.write(b"k" * 32, torch.randn(SHAPE), b"")
     own.clear()
-    own.close()
+    own.flush()
 
     assert caplog.text.count("images are encoded again") == 1
