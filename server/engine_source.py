@@ -1,6 +1,7 @@
 """EngineSource: provides the data that the dashboard of `kvtier serve` shows."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from kvtier.engine.core import EngineStatistics
 from kvtier.engine.observability.memory import memory_statistics
@@ -135,6 +136,7 @@ class EngineSource:
             "remote": None if cache.remote is None else parts.remote_facts(cache.remote),
             "store": None if statistics.store is None else parts.store_facts(statistics.store),
             "tenants": _tenants(statistics),
+            "images": None if statistics.images is None else asdict(statistics.images),
         }
 
 

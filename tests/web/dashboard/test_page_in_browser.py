@@ -1,5 +1,7 @@
 """The page in a real browser, of real servers under load: what it shows, who it asks, and who can use it."""
 
+import base64
+import io
 import random
 import re
 import signal
@@ -14,14 +16,27 @@ import httpx
 import pytest
 from browser import LARGE, SMALL, Browser, Seen
 from served_config import configured
-from serving import DEADLINE_S, Address, ServerInThread, chat_tokenizer, come_true, serving, serving_process, tables
+from serving import (
+    DEADLINE_S,
+    MODEL,
+    Address,
+    ServerInThread,
+    chat_tokenizer,
+    come_true,
+    serving,
+    serving_process,
+    tables,
+)
 from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from small_models import VOCAB, build
+from state_models import build_states
 from under_load import under_load
+from vision_models import build_vision, picture
 
+from kvtier.engine.model.paged_layout import layout_of
 from kvtier.sidecar.endpoint import AttachedClient, ConnectorCounts
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 
 pytestmark = pytest.mark.long
 
@@ -209,6 +224,41 @@ def test_a_server_without_a_remote_tier_has_a_page_without_that_word_and_without
 
     for word in ("remote", "lane", "door", "spill", "nine of ten", "half are below", "what is"):
         assert word not in text, word
+
+
+def test_a_server_of_a_model_with_states_counts_them_and_has_no_images(browser: Browser) -> None:
+    model = build_states("FalconH1")
+    device = {"capacity": layout_of(model, 16).capacity_for(60, 6), "block_size": 16}
+    with serving(model, tables() | {"device": device}) as server, browser.open(f"{server.url}/dashboard") as seen:
+        server.complete(prompt_of(1, 300), max_tokens=2)
+
+        def states() -> int:
+            return server.ask(lambda core: core.statistics.cache.tiers[Tier.DEVICE].num_states)
+
+        come_true(lambda: seen.exact("tier.device.states") == str(states()), pause_s=0.2)
+        assert states() >= 2
+        assert not seen.page.locator("#images").is_visible()
+
+
+def test_a_server_that_sees_images_shows_how_often_the_encoder_ran(tmp_path: Path, browser: Browser) -> None:
+    model = build_vision("qwen3_vl")
+    for part in model.parts():
+        part.save_pretrained(tmp_path)
+    image = io.BytesIO()
+    picture(1, 96, 80).save(image, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    with (
+        serving(str(tmp_path), tables() | {"images": {"max_pixels": 40_000}}, tokenizer=model.tokenizer) as server,
+        browser.open(f"{server.url}/dashboard") as seen,
+    ):
+        for _ in range(2):
+            server.openai().chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=2
+            )
+
+        rows = seen.page.locator("#images tbody tr")
+        come_true(lambda: rows.count() > 0 and rows.first.locator("td").last.inner_text() == "1", pause_s=0.2)
 
 
 def test_a_server_that_has_just_started_is_shown_without_the_blank_before(browser: Browser) -> None:

@@ -2,7 +2,7 @@
 
 import { ChartCard, TableCard } from "./card.js";
 import { Chart } from "./chart.js";
-import { NONE, bytes, clock, count, moment, perSecond, seconds, short, words } from "./format.js";
+import { NONE, bytes, clock, count, moment, perSecond, percent, seconds, short, words } from "./format.js";
 import { SOURCES, label } from "./sources.js";
 import { Table, number } from "./table.js";
 import { RATE_S, reasonLink } from "./token_cards.js";
@@ -30,7 +30,7 @@ export function requestCharts() {
 }
 
 export function requestTables(tiers) {
-  return [slowest(tiers), documents(tiers), tenants(tiers)];
+  return [slowest(tiers), documents(tiers), images(), tenants(tiers)];
 }
 
 function quantiles(name, title, empty) {
@@ -119,6 +119,23 @@ function documents(tiers) {
       each.pin === null ? NONE : moment(each.pin.expires_at),
     ]);
   return new TableCard("documents", "Documents", table, rows, { isWide: true, applies: ({ own }) => own?.documents !== undefined });
+}
+
+function images() {
+  const table = new Table("Images", ["figure", number("value")]);
+  const rows = ({ facts: { images: found } }) => {
+    const uses = found.num_encoded + found.num_from_host + found.num_from_disk;
+    return [
+      ["encoded", count(found.num_encoded)],
+      ["encoder's result found in host memory", count(found.num_from_host)],
+      ["encoder's result read from disk", count(found.num_from_disk)],
+      ["share found", percent(uses ? (found.num_from_host + found.num_from_disk) / uses : null)],
+      ["time in the encoder", seconds(found.encoding_s)],
+      ["results in host memory", bytes(found.cached_bytes)],
+      ["images that wait or are in use", bytes(found.waiting_bytes)],
+    ];
+  };
+  return new TableCard("images", "Images since the start", table, rows, { applies: ({ facts }) => Boolean(facts.images) });
 }
 
 function tenants(tiers) {
