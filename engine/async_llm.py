@@ -2,16 +2,18 @@
 
 from __future__ import annotations  # so that help() shows the names of types, not what they stand for
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.async_engine import AsyncEngine, StreamChunk
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineStatistics
+from kvtier.engine.images.chat_prompt import chat_prompt
 from kvtier.engine.llm import GREEDY, Prompt, described
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -87,6 +89,24 @@ class AsyncLLM:
             max_load_tokens=max_load_tokens,
             priority=priority,
         )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """Stream the assistant's answer to a conversation. The arguments are those of `LLM.chat`.
+
+        Raises:
+            ValueError: As in `generate`, or if the tokenizer has no chat template or rejects the messages.
+        """
+        prompt = await self._engine.with_tokenizer(lambda tokenizer: chat_prompt(tokenizer, messages))
+        async with aclosing(self.generate(prompt, sampling, lora=lora, cache_salt=cache_salt)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def default_sampling(self) -> SamplingParams:
         """Return the sampling parameters that `generate` uses by default, see `LLM.default_sampling`."""

@@ -1,5 +1,6 @@
 """A prompt with images gets the tokens of plain transformers, wherever its blocks and its images' rows come from."""
 
+import asyncio
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from lora_adapters import save_adapter
 from vision_models import FAMILIES, VisionModel, build_vision, picture, plain_answer
 
-from kvtier import LLM, ImagePrompt, SamplingParams
+from kvtier import LLM, AsyncLLM, ImagePrompt, SamplingParams
+from kvtier.engine.async_engine import StreamChunk
 from kvtier.engine.observability.metrics.collector import EngineCollector
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.tiers.naming.tier import Tier
@@ -310,6 +312,57 @@ def test_a_chat_with_images_is_written_with_the_models_template(seen: VisionMode
 
     assert done.token_ids == plain_answer(seen, written, [image], NUM_NEW)
     assert text_only.token_ids == plain_answer(seen, "user:Hello\nassistant:", [], NUM_NEW)
+
+
+def test_chats_with_images_are_streamed_to_concurrent_callers_and_share_blocks(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    model, tokenizer, processor = seen.parts()
+    image = picture(1, *SIZE)
+
+    def messages(question: str) -> list[dict[str, Any]]:
+        content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+        return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+
+    async def ask(llm: AsyncLLM, question: str, **options: Any) -> list[StreamChunk]:
+        return [chunk async for chunk in llm.chat(messages(question), GREEDY, **options)]
+
+    async def play() -> list[list[StreamChunk]]:
+        async with AsyncLLM(model, tables(tmp_path), tokenizer, image_processor=processor) as llm:
+            first = await ask(llm, "What?")
+            others = await asyncio.gather(ask(llm, "Who?"), ask(llm, "Where?"), ask(llm, "What?", cache_salt="a"))
+            return [first, *others]
+
+    done = asyncio.run(play())
+
+    for chunks, question in zip(done, ("What?", "Who?", "Where?", "What?"), strict=True):
+        written = f"system:Be brief.\nuser:{seen.in_prompt}{question}\nassistant:"
+        completion = chunks[-1].completion
+        assert completion is not None
+        assert completion.token_ids == plain_answer(seen, written, [image], NUM_NEW)
+        assert "".join(chunk.text for chunk in chunks) == completion.text
+    tokens = [chunks[-1].tokens for chunks in done]
+    assert all(each is not None and each.device >= 48 for each in tokens[1:3])
+    assert tokens[0] is not None
+    assert tokens[3] is not None
+    assert tokens[0].recomputed == tokens[3].recomputed == tokens[0].num_tokens
+
+
+def test_a_chat_that_is_left_early_ends_its_request(tmp_path: Path) -> None:
+    seen = build_vision("smolvlm")
+    model, tokenizer, processor = seen.parts()
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def play() -> None:
+        async with AsyncLLM(model, tables(tmp_path), tokenizer, image_processor=processor) as llm:
+            chunks = llm.chat([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}], endless)
+            await anext(chunks)
+            await chunks.aclose()
+
+            assert await llm.reset_prefix_cache(), "a request still uses blocks"
+            with pytest.raises(ValueError, match="unknown part 'video' of a message; give texts and images"):
+                await anext(llm.chat([{"role": "user", "content": [{"type": "video", "video": "a"}]}]))
+
+    asyncio.run(play())
 
 
 def test_a_chat_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
