@@ -83,33 +83,38 @@ class StagedDisk:
     """A disk tier for an engine, with a staging buffer in memory that is shared with the store's process.
 
     The buffer consists of rows, each of which holds one block. The engine's adapter copies blocks into the rows and out
-    of them. The store's process writes rows to disk, and reads blocks from disk into rows.
+    of them. The store's process writes rows to disk, and reads blocks from disk into rows. Blocks may belong to several
+    groups, numbered from 0, each with its own size of a block.
 
-    The buffer is split into `NUM_PARTS` parts. A caller waits while other callers use all of them. Disk faults raise no
-    exceptions. All methods except `close` may be called from any thread.
+    The buffer is split into `NUM_PARTS` parts. A part is used for rows of one group at a time. A caller waits while
+    other callers use all parts. Disk faults raise no exceptions. All methods except `close` may be called from any
+    thread.
     """
 
     def __init__(
-        self, config: DiskConfig, namespace: bytes, row_bytes: int, writes: DiskWrites = DiskWrites.DIRECT
+        self, config: DiskConfig, namespace: bytes, row_bytes: Sequence[int], writes: DiskWrites = DiskWrites.DIRECT
     ) -> None:
         """Open the store on disk.
 
         *namespace* is a 16-byte digest of everything that decides a block's bytes, apart from the block's name.
-        *row_bytes* is the size of a block. *writes* is used if *config* does not say how to write.
+        *row_bytes* has the size of a block of each group. *writes* is used if *config* does not say how to write.
 
         Raises:
             ValueError: If the configuration cannot be used.
             OSError: If there is not enough memory for the staging buffer.
         """
-        stride = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._part_rows = max(1, PART_BYTES // stride)
-        num_rows = NUM_PARTS * self._part_rows
-        with _memory_file(num_rows * stride) as file:
-            self._memory = memoryview(mmap.mmap(file.fileno(), num_rows * stride))
+        self._row_bytes = list(row_bytes)
+        self._strides = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in row_bytes]
+        self._part_rows = [max(1, PART_BYTES // stride) for stride in self._strides]
+        part_bytes = max(rows * stride for rows, stride in zip(self._part_rows, self._strides, strict=True))
+        with _memory_file(NUM_PARTS * part_bytes) as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), NUM_PARTS * part_bytes))
             # The store's process maps the file, which must be open until then. Closing it deletes its name, if it has
             # one, so a process that is killed later leaves no file behind.
-            self._disk = open_disk_below(config, namespace, lambda group_id: row_bytes, [self._memory], writes=writes)
-        self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_rows, stride)[:, :row_bytes]
+            self._disk = open_disk_below(
+                config, namespace, self._row_bytes.__getitem__, [self._memory], len(self._row_bytes), writes
+            )
+        self._parts = np.frombuffer(self._memory, np.uint8).reshape(NUM_PARTS, part_bytes)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for part in range(NUM_PARTS):
             self._free.put(part)
@@ -118,16 +123,16 @@ class StagedDisk:
         """Wait until all blocks that were on disk at the start are indexed. Return whether they are."""
         return self._disk.wait_indexed(timeout_s)
 
-    def num_held(self, names: Sequence[BlockName]) -> int:
+    def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
         """Return the length of the longest prefix of *names* whose blocks are all on disk, without waiting."""
-        return self._disk.num_held(names)
+        return self._disk.num_held(names, group_id)
 
-    def are_held(self, names: Sequence[BlockName]) -> list[bool]:
-        """Return for each of *names* whether it is on disk, without waiting."""
-        return self._disk.are_held(names)
+    def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
+        """Return for each of *names* whether its block is on disk, without waiting."""
+        return self._disk.are_held(names, group_id)
 
-    def load(self, names: Sequence[BlockName], take: Copy) -> int:
-        """Read blocks from disk into the staging buffer, in order, and call *take* to copy them out of it.
+    def load(self, names: Sequence[BlockName], take: Copy, group_id: int = 0) -> int:
+        """Read blocks of a group from disk into the staging buffer, in order, and call *take* to copy them out of it.
 
         Returns:
             The number of blocks that were copied. Copying stops at the first block that cannot be read.
@@ -141,21 +146,21 @@ class StagedDisk:
             num_good = outcomes.index(False) if False in outcomes else len(outcomes)
             if is_whole and num_good:
                 places = flight.places[:num_good]
-                take(places, self._rows_of(flight.part, len(places)))
+                take(places, self._rows_of(flight.part, group_id, len(places)))
                 num_loaded = places.stop
             is_whole &= num_good == len(outcomes)
 
         def begin(part: int, places: range) -> Outcomes | None:
-            return self._disk.load(self._rows_with(part, places, names, None)) if is_whole else None
+            return self._disk.load(self._rows_with(part, group_id, places, names, None)) if is_whole else None
 
-        self._fly(len(names), begin, end)
+        self._fly(len(names), group_id, begin, end)
         # Touching the last block protects all earlier ones too, because a block is evicted before its parent.
         if num_loaded:
-            self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0])])
+            self._disk.touch([BlockRow(names[num_loaded - 1], self._memory[:0], group_id)])
         return num_loaded
 
-    def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy) -> list[bool]:
-        """Call *fill* to copy blocks into the staging buffer, in order, and write them to disk.
+    def store(self, names: Sequence[BlockName], parent: BlockName | None, fill: Copy, group_id: int = 0) -> list[bool]:
+        """Call *fill* to copy blocks of a group into the staging buffer, in order, and write them to disk.
 
         *parent* is the name of the block that precedes *names* in the prompt, or None if no such block is known. After
         a block could not be stored, no further writes are begun.
@@ -175,10 +180,10 @@ class StagedDisk:
         def begin(part: int, places: range) -> Outcomes | None:
             if not is_whole:
                 return None
-            fill(places, self._rows_of(part, len(places)))
-            return self._disk.store(self._rows_with(part, places, names, parent))
+            fill(places, self._rows_of(part, group_id, len(places)))
+            return self._disk.store(self._rows_with(part, group_id, places, names, parent))
 
-        self._fly(len(names), begin, end)
+        self._fly(len(names), group_id, begin, end)
         return stored
 
     def clear(self, timeout_s: float) -> bool:
@@ -194,7 +199,11 @@ class StagedDisk:
         self._disk.close()
 
     def _fly(
-        self, num_blocks: int, begin: Callable[[int, range], Outcomes | None], end: Callable[[_Flight], None]
+        self,
+        num_blocks: int,
+        group_id: int,
+        begin: Callable[[int, range], Outcomes | None],
+        end: Callable[[_Flight], None],
     ) -> None:
         """Transfer the blocks in order through parts of the buffer, with up to two parts in flight.
 
@@ -202,11 +211,11 @@ class StagedDisk:
         None, no further blocks are transferred.
         """
         flights: deque[_Flight] = deque()
-        starts = iter(range(0, num_blocks, self._part_rows))
+        part_rows = self._part_rows[group_id]
         try:
-            for start in starts:
+            for start in range(0, num_blocks, part_rows):
                 part = self._free_part(flights, end)
-                places = range(start, min(start + self._part_rows, num_blocks))
+                places = range(start, min(start + part_rows, num_blocks))
                 if (outcomes := self._begun(begin, part, places)) is None:
                     break
                 flights.append(_Flight(part, places, outcomes))
@@ -247,15 +256,15 @@ class StagedDisk:
         flights.popleft()
         self._free.put(flight.part)
 
-    def _rows_of(self, part: int, num_rows: int) -> Rows:
-        first = part * self._part_rows
-        return self._rows[first : first + num_rows]
+    def _rows_of(self, part: int, group_id: int, num_rows: int) -> Rows:
+        stride = self._strides[group_id]
+        return self._parts[part, : num_rows * stride].reshape(num_rows, stride)[:, : self._row_bytes[group_id]]
 
     def _rows_with(
-        self, part: int, places: range, names: Sequence[BlockName], parent: BlockName | None
+        self, part: int, group_id: int, places: range, names: Sequence[BlockName], parent: BlockName | None
     ) -> list[BlockRow]:
         parents: Iterator[BlockName | None] = iter([parent if place == 0 else names[place - 1] for place in places])
         return [
-            BlockRow(names[place], memoryview(row), 0, next(parents))
-            for place, row in zip(places, self._rows_of(part, len(places)), strict=True)
+            BlockRow(names[place], memoryview(row), group_id, next(parents))
+            for place, row in zip(places, self._rows_of(part, group_id, len(places)), strict=True)
         ]

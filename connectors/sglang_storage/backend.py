@@ -78,7 +78,7 @@ class KVTierStorage(HiCacheStorage):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.close()
         self._disk = StagedDisk(
-            msgspec.structs.replace(self._settings, path=str(folder)), namespace, self._runs.row_bytes
+            msgspec.structs.replace(self._settings, path=str(folder)), namespace, [self._runs.row_bytes]
         )
         self._disk.wait_indexed(INDEXED_WAIT_S)
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -13,17 +13,20 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.connectors.staged_disk import Rows, StagedDisk
+from kvtier.connectors.transformers_cache.kept_states import KeptStates, chunk_ends, places_to_keep
 from kvtier.connectors.transformers_cache.model_check import checked_layout
-from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
+from kvtier.connectors.transformers_cache.prompt_cache import PromptCache, compute
 from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, RowLayout
 from kvtier.connectors.transformers_cache.watched_passes import WatchedPasses
 from kvtier.engine.config import DiskConfig, tree_from_dict
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.errors import ChangedModel, UnsupportedModel
+from kvtier.engine.model.state_layers import StateSlab
 from kvtier.engine.model.weights_watch import WeightsWatch
 from kvtier.engine.one_caller import OneCaller
 from kvtier.store.disk_writes import DiskWrites
-from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, HashAlgorithm
+from kvtier.tiers.naming.groups import FullAttention, RecurrentState, longest_hit
 from kvtier.tiers.naming.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 16
 INDEXED_WAIT_S = 10.0  # max wait for the index of the blocks on disk; the rest is indexed during the first prompts
 LAYOUT = "kvtier.transformers:1"  # version of the layout of rows
+KEYS_AND_VALUES, STATES = 0, 1  # groups of blocks on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,21 @@ class CacheStatistics:
     corrupt_blocks: int  # found corrupt when read, deleted, and computed again
     disk_bytes: int
     capacity_bytes: int
+    stored_states: int = 0  # of recurrent layers and convolutions, each after one block
+    unstored_states: int = 0
 
 
 class KVTierCache:
-    """A disk cache of one model's KV blocks, for `model.generate` in the caller's own process.
+    """A disk cache of one model's KV blocks and states, for `model.generate` in the caller's own process.
 
     The longest prefix of a prompt that is on disk is loaded and verified before `generate` computes the rest. New full
     blocks, including those of the answer, are stored afterwards. A disk fault, even a flipped byte, raises no
     exception. It is counted, and fewer tokens are loaded. Each call of `prompt` serves one sequence. Several threads
     may call it at the same time.
+
+    A model with recurrent or convolution states can resume only where a state was stored, and a state exists only where
+    a pass ended. So with such a model, `prompt` computes most of the prompt itself, in passes that end where states are
+    kept (see `places_to_keep`).
     """
 
     def __init__(self, model: PreTrainedModel, layout: RowLayout, disk: StagedDisk) -> None:
@@ -65,7 +75,7 @@ class KVTierCache:
         self._disk = disk
         self._counting = threading.Lock()
         self._num_prompts = self._prompt_tokens = self._loaded_tokens = 0
-        self._stored_blocks = self._unstored_blocks = 0
+        self._stored_blocks = self._unstored_blocks = self._stored_states = self._unstored_states = 0
 
     @classmethod
     def open(
@@ -102,7 +112,8 @@ class KVTierCache:
             hash_algorithm=HashAlgorithm.SHA256,
             hash_seed=HashAlgorithm.SHA256.default_seed,
         )
-        staged = StagedDisk(config, namespace.digest, layout.row_bytes, DiskWrites.BUFFERED)
+        row_bytes = [layout.row_bytes, *([layout.states.slot_bytes] if layout.states.tensors else [])]
+        staged = StagedDisk(config, namespace.digest, row_bytes, DiskWrites.BUFFERED)
         staged.wait_indexed(INDEXED_WAIT_S)
         return cls(model, layout, staged)
 
@@ -112,6 +123,9 @@ class KVTierCache:
 
         *input_ids* has shape [1, num_tokens]. Pass the same ids to `generate`. Prompts with different *salt* share no
         blocks. When the `with` block ends without an exception, the computed blocks are stored.
+
+        If the model has states, the cache is yielded with the whole prompt except for its last tokens, as `generate`
+        expects it. `num_loaded_tokens` of these were loaded.
 
         Blocks are named by their token ids. So storing stops at the first forward pass whose keys and values depend on
         more than the token ids, such as another mask, other positions or `torch.autocast`. It also stops at a pass that
@@ -129,17 +143,20 @@ class KVTierCache:
         chain = BlockChain(self._layout.block_size, ExtraKeys(cache_salt=salt))
         chain.extend(prompt_ids)
         past = PromptCache(self._model.config)
-        if not torch.is_autocast_enabled(self._model.device.type):
+        is_plain = not torch.is_autocast_enabled(self._model.device.type)
+        if is_plain:
             self._load(past, chain, max_tokens=len(prompt_ids) - 1)  # one token must be computed to get logits
-        with WatchedPasses(self._model, past, prompt_ids, self._layout.shapes) as passes:
+        places = self._places(chain, len(prompt_ids))
+        states = KeptStates(past, self._layout.states, self._layout.block_size, places)
+        with WatchedPasses(self._model, past, prompt_ids, self._layout, states) as passes:
+            if is_plain:
+                self._compute(past, input_ids, chunk_ends(past.num_loaded_tokens, places))
             yield past
-        num_stored, num_unstored = self._store_named(past, chain, passes.token_ids())
+        self._store_named(past, chain, passes.token_ids(), states)
         with self._counting:
             self._num_prompts += 1
             self._prompt_tokens += len(prompt_ids)
             self._loaded_tokens += past.num_loaded_tokens
-            self._stored_blocks += num_stored
-            self._unstored_blocks += num_unstored
 
     def statistics(self) -> CacheStatistics:
         """Return a snapshot of all counts."""
@@ -154,6 +171,8 @@ class KVTierCache:
             sum(tier.corrupt.values()),
             tier.num_bytes,
             tier.capacity_bytes,
+            self._stored_states,
+            self._unstored_states,
         )
 
     def clear(self, timeout_s: float = 60.0) -> bool:
@@ -177,19 +196,64 @@ class KVTierCache:
         self.close()
 
     def _load(self, past: PromptCache, chain: BlockChain, max_tokens: int) -> None:
-        """Load the longest prefix that is on disk into *past*."""
+        """Load the longest prefix that is on disk, and from which the model can resume, into *past*."""
+        size, num_blocks = self._layout.block_size, max(0, max_tokens) // self._layout.block_size
+        while num_blocks := self._num_resumable(chain.names[:num_blocks]):
+            slab = self._load_states(chain.names[num_blocks - 1])
+            if slab is None:  # its block cannot be read
+                num_blocks -= 1
+                continue
+            prefix = self._empty(num_blocks * size)
+
+            def take(places: range, rows: Rows, prefix: list[KeysAndValues] = prefix) -> None:
+                self._layout.read(torch.from_numpy(rows), _cut(prefix, places.start * size, places.stop * size))
+
+            num_loaded = self._disk.load(chain.names[:num_blocks], take)
+            if num_loaded == num_blocks or (num_loaded and not self._layout.states.tensors):
+                past.begin_with(_cut(prefix, 0, num_loaded * size), self._layout.states_in(slab))
+                return
+            num_blocks = num_loaded
+
+    def _num_resumable(self, names: Sequence[BlockName]) -> int:
+        """Return after how many of the blocks *names* the model can resume."""
         size = self._layout.block_size
-        names = chain.names[: max(0, max_tokens) // size]
-        names = names[: self._disk.num_held(names)]
-        if not names:
-            return
-        prefix = self._empty(len(names) * size)
+        num_held = self._disk.num_held(names)
+        if not self._layout.states.tensors:
+            return num_held
+        has_state = self._disk.are_held(names, STATES)
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            if group_id == KEYS_AND_VALUES:
+                return min(num_held, end)
+            return next((block for block in range(start, end) if not has_state[block]), end)
+
+        return longest_hit(len(names) * size, [FullAttention(size), RecurrentState(size)], first_hole) // size
+
+    def _load_states(self, name: BlockName) -> StateSlab | None:
+        """Return the states after the block *name*, or None if they cannot be read. A model may have no states."""
+        slab = StateSlab(1, self._layout.states, self._model.device)
+        if not self._layout.states.tensors:
+            return slab
 
         def take(places: range, rows: Rows) -> None:
-            self._layout.read(torch.from_numpy(rows), _cut(prefix, places.start * size, places.stop * size))
+            slab.blocks.copy_(torch.from_numpy(rows))
 
-        if num_loaded := self._disk.load(names, take):
-            past.begin_with(_cut(prefix, 0, num_loaded * size))
+        return slab if self._disk.load([name], take, STATES) else None
+
+    def _places(self, chain: BlockChain, num_tokens: int) -> list[int]:
+        """Return the positions in a prompt of *num_tokens* tokens whose states are kept. A model may have no states."""
+        if not self._layout.states.tensors:
+            return []
+        size = self._layout.block_size
+        return places_to_keep(num_tokens, self._disk.num_held(chain.names) * size, size)
+
+    def _compute(self, past: PromptCache, input_ids: torch.Tensor, ends: Sequence[int]) -> None:
+        """Compute the tokens of a prompt that *past* does not have yet, in passes that end at *ends*."""
+        with torch.no_grad():
+            for end in ends:
+                start = past.get_seq_length()
+                compute(self._model, past, input_ids[:, start:end].to(self._model.device), num_logits=1)
+        past.num_given_tokens = past.get_seq_length()
 
     def _refuse_changed(self) -> None:
         if self._watch.is_training:
@@ -197,23 +261,25 @@ class KVTierCache:
         if (change := self._watch.sampled_change()) is not None:
             raise ChangedModel(f"the model was changed since KVTierCache.open: {change}; open the cache anew")
 
-    def _store_named(self, past: PromptCache, chain: BlockChain, token_ids: list[int]) -> tuple[int, int]:
-        """Name the blocks of *token_ids* and store them, unless the model was changed.
-
-        Returns:
-            The number of blocks that were stored, and the number of blocks that could not be stored.
-        """
+    def _store_named(self, past: PromptCache, chain: BlockChain, token_ids: list[int], states: KeptStates) -> None:
+        """Name the blocks of *token_ids* and store them and their states, unless the model was changed."""
         num_loaded = past.num_loaded_tokens // self._layout.block_size
         if self._calls.is_over or len(token_ids) // self._layout.block_size <= num_loaded:
-            return 0, 0
+            return
         try:
             self._refuse_changed()
         except ChangedModel as error:
             log.warning("KVTierCache stores nothing of this sequence: %s", error)
-            return 0, 0
+            return
         chain.cut(num_loaded)
         chain.extend(token_ids)
-        return self._store(past, chain)
+        num_stored, num_unstored = self._store(past, chain)
+        num_stored_states, num_unstored_states = self._store_states(past, chain, states)
+        with self._counting:
+            self._stored_blocks += num_stored
+            self._unstored_blocks += num_unstored
+            self._stored_states += num_stored_states
+            self._unstored_states += num_unstored_states
 
     def _store(self, past: PromptCache, chain: BlockChain) -> tuple[int, int]:
         """Store computed full blocks that are not on disk yet.
@@ -235,6 +301,26 @@ class KVTierCache:
         stored = self._disk.store(chain.names[first:], chain.names[first - 1] if first else None, fill)
         new = [is_stored for is_stored, was in zip(stored, held[first - num_loaded :], strict=True) if not was]
         return sum(new), len(new) - sum(new)
+
+    def _store_states(self, past: PromptCache, chain: BlockChain, states: KeptStates) -> tuple[int, int]:
+        """Store the kept states that are not on disk yet, if the keys and values of the blocks before them are there.
+
+        Returns:
+            The number of states that were stored, and the number of states that could not be stored.
+        """
+        outcomes: list[bool] = []
+        num_held = self._disk.num_held(chain.names)
+        for place, state in states.up_to(len(chain.names) * self._layout.block_size):
+            number = place // self._layout.block_size
+            name = chain.names[number - 1]
+            if place <= past.num_loaded_tokens or self._disk.are_held([name], STATES)[0]:
+                continue
+
+            def fill(places: range, rows: Rows, state: torch.Tensor = state) -> None:
+                torch.from_numpy(rows).copy_(state)
+
+            outcomes.append(number <= num_held and self._disk.store([name], None, fill, STATES)[0])
+        return sum(outcomes), len(outcomes) - sum(outcomes)
 
     def _empty(self, num_tokens: int) -> list[KeysAndValues]:
         """Return uninitialized keys and values for *num_tokens* tokens."""

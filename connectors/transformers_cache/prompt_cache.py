@@ -1,20 +1,26 @@
-"""`PromptCache`: the keys and values of one prompt and its answer, kept until they are stored."""
+"""`PromptCache`: the keys, values and states of one prompt and its answer, kept until they are stored."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from kvtier.connectors.transformers_cache.row_layout import KeysAndValues
 from kvtier.engine.model.errors import UnsupportedModel
+from kvtier.engine.model.state_layers import StateKey, StateLayers, StateSlab, StateTensor, padded
+from kvtier.engine.model.step_cache import CACHE_ARGUMENT
 
 Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
@@ -56,23 +62,47 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
         return KeysAndValues(keys[:, start:end], values[:, start:end])
 
 
+class KeptSlidingLayerWithStates(  # type: ignore[misc, no-untyped-call, override]  # transformers' own bases differ
+    LinearAttentionAndSlidingWindowAttentionLayer, KeptSlidingLayer
+):
+    """A layer that has both states and a sliding window, and keeps all keys and values as `KeptSlidingLayer` does."""
+
+    def __init__(self, sliding_window: int, number_of_states: int) -> None:
+        KeptSlidingLayer.__init__(self, sliding_window=sliding_window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, see `KeptSlidingLayer`."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        KeptSlidingLayer.crop(self, tokens_to_remove)
+
+
 class PromptCache(DynamicCache):
     """The cache of one sequence that `KVTierCache.prompt` yields, for `generate(past_key_values=...)`.
 
-    `num_loaded_tokens` is the number of tokens that were loaded from disk before the cache was yielded. Use the cache
-    only in the `with` block.
+    `num_loaded_tokens` is the number of tokens that were loaded from disk before the cache was yielded.
+    `num_given_tokens` is the number of all tokens that the cache had then. It is larger if the model has states,
+    because `KVTierCache.prompt` computes most of such a prompt itself. Use the cache only in the `with` block.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Create an empty cache from the *config* of the model, or of its text part.
 
         Raises:
-            UnsupportedModel: If a layer keeps anything other than keys and values.
+            UnsupportedModel: If a layer keeps anything other than keys, values and states, or if no layer keeps keys
+                and values.
         """
         super().__init__(config=config)
         self.num_loaded_tokens = 0
+        self.num_given_tokens = 0
         self.on_update: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None  # called before each update
+        self.on_state: Callable[[], None] | None = None  # called before each access to a state
         self.layers = [_keeping(layer) for layer in self.layers]
+        if not self.keeping_layers:
+            raise UnsupportedModel(
+                "all layers keep states and none keeps keys and values, and transformers' generate computes a whole "
+                "prompt with such a model, even if the cache has the state after its beginning; use kvtier's own engine"
+            )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,6 +111,30 @@ class PromptCache(DynamicCache):
         if self.on_update is not None:
             self.on_update(key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `DynamicCache`."""
+        self._report_state()
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `DynamicCache`."""
+        self._report_state()
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `DynamicCache`."""
+        self._report_state()
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `DynamicCache`."""
+        self._report_state()
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     @property
     def keeping_layers(self) -> list[DynamicLayer]:
@@ -94,24 +148,78 @@ class PromptCache(DynamicCache):
         """
         return [_kept(layer, start, end) for layer in self.keeping_layers]
 
-    def begin_with(self, prefix: Sequence[KeysAndValues]) -> None:
-        """Add the keys and values of a loaded prefix to the empty cache."""
-        for layer, loaded in zip(self.keeping_layers, prefix, strict=True):
-            if isinstance(layer, KeptSlidingLayer):
-                layer.begin_with(loaded)
+    @property
+    def state_layers(self) -> StateLayers:
+        """The states that the model keeps, known after the model's first pass."""
+        return StateLayers(
+            tuple(StateTensor(key, tuple(state.shape[1:]), state.dtype) for key, state in self._states())
+        )
+
+    def copy_states(self, slab: StateSlab) -> None:
+        """Copy the states after the last pass into *slab*, which has one slot."""
+        for key, state in self._states():
+            slab.of(key).copy_(state)
+
+    def begin_with(self, prefix: Sequence[KeysAndValues], states: Iterable[tuple[StateKey, torch.Tensor]] = ()) -> None:
+        """Add the keys and values of a loaded prefix to the empty cache, and the *states* after the prefix.
+
+        The tensor of each state has the shape [1, *shape], see `StateTensor`. It is copied.
+        """
+        for key, state in states:
+            layer: Any = self.layers[key.layer_id]
+            if key.is_conv:
+                layer.update_conv_state(state, key.index, conv_kernel_size=state.shape[-1])
             else:
-                layer.update(loaded.keys[None], loaded.values[None])
-        self.num_loaded_tokens = self.get_seq_length()
+                layer.update_recurrent_state(state, key.index)
+        for keeping, loaded in zip(self.keeping_layers, prefix, strict=True):
+            if isinstance(keeping, KeptSlidingLayer):
+                keeping.begin_with(loaded)
+            else:
+                keeping.update(loaded.keys[None], loaded.values[None])
+        self.num_loaded_tokens = self.num_given_tokens = self.get_seq_length()
+
+    def _report_state(self) -> None:
+        if self.on_state is not None:
+            self.on_state()
+
+    def _states(self) -> Iterator[tuple[StateKey, torch.Tensor]]:
+        for layer_id, layer in enumerate(self.layers):
+            if not isinstance(layer, LinearAttentionCacheLayerMixin):
+                continue
+            for index, inputs in layer.conv_states.items():
+                if inputs is not None:  # more than the last ones while transformers may have to remove guessed tokens
+                    width: int = layer.conv_kernel_size[index] or inputs.shape[-1]
+                    yield StateKey(layer_id, True, index), padded(inputs[..., -width:], width)
+            for index, state in layer.recurrent_states.items():
+                if state is not None:
+                    yield StateKey(layer_id, False, index), state
+
+
+def compute(model: PreTrainedModel, cache: PromptCache, token_ids: torch.Tensor, num_logits: int = 0) -> torch.Tensor:
+    """Compute tokens after those that *cache* has, and add them to it, as transformers' `generate` does.
+
+    *token_ids*, [1, num_tokens], are on the model's device. The logits of the last *num_logits* tokens are returned, or
+    those of all tokens if it is 0. Some models always return all.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"logits_to_keep": num_logits} if "logits_to_keep" in parameters else {}
+    if "position_ids" in parameters:  # without them, some models count the tokens of each pass from 0
+        start = cache.get_seq_length()
+        options["position_ids"] = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)[None]
+    logits: torch.Tensor = model(input_ids=token_ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options).logits
+    return logits
 
 
 def _keeping(layer: Layer) -> Layer:
     if type(layer) is DynamicSlidingWindowLayer:  # it drops keys and values that have left the window
         return KeptSlidingLayer(layer.sliding_window)
-    if type(layer) in (DynamicLayer, DummyLayer):
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return KeptSlidingLayerWithStates(layer.sliding_window, layer.number_of_states)
+    if type(layer) in (DynamicLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
         return layer
     raise UnsupportedModel(
-        f"a {type(layer).__name__} keeps more than the keys and values of tokens, so a prompt cannot continue from a "
-        "stored prefix; use a model with full or sliding-window attention"
+        f"a {type(layer).__name__} keeps more than keys, values and states, so a prompt cannot continue from a stored "
+        "prefix; use a model with full attention, sliding windows, or recurrent or convolution states"
     )
 
 

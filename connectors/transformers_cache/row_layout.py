@@ -1,4 +1,4 @@
-"""`RowLayout`: the layout of a block's keys and values in a row, the bytes that are stored on disk."""
+"""`RowLayout`: the layout of a row, the bytes of a block that are stored on disk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtier.tiers.naming.namespace import GroupGeometry
+from kvtier.engine.model.state_layers import StateKey, StateLayers, StateSlab
+from kvtier.tiers.naming.groups import RecurrentState
+from kvtier.tiers.naming.namespace import GroupGeometry, StateGeometry
 
 
 class KeysAndValues(NamedTuple):
@@ -42,11 +44,13 @@ class LayerShape:
 class RowLayout:
     """The layout of a row, which holds one block: for each layer in order, its keys and then its values.
 
-    Keys and values are [num_heads, block_size, dim].
+    Keys and values are [num_heads, block_size, dim]. *states* are the recurrent and convolution states of the model, if
+    it has any. They are stored apart, in a row of `states.slot_bytes` (see `StateSlab`).
     """
 
-    def __init__(self, shapes: Sequence[LayerShape | None], block_size: int) -> None:
+    def __init__(self, shapes: Sequence[LayerShape | None], block_size: int, states: StateLayers) -> None:
         """Compute the layout. *shapes* has None for a layer without keys and values of its own."""
+        self.states = states
         self.shapes = list(shapes)
         self.block_size = block_size
         self._spans: list[tuple[int, torch.dtype, tuple[int, int, int]]] = []
@@ -60,17 +64,24 @@ class RowLayout:
         self.row_bytes = end + -end % max((shape.dtype.itemsize for shape in filter(None, shapes)), default=1)
 
     @property
-    def geometry(self) -> tuple[GroupGeometry, ...]:
-        """The layers grouped by shape, in the form that `Namespace` requires."""
+    def geometry(self) -> tuple[GroupGeometry | StateGeometry, ...]:
+        """The layers grouped by shape, and the states, in the form that `Namespace` requires."""
         shapes = dict.fromkeys(filter(None, self.shapes))
-        return tuple(
+        groups: list[GroupGeometry | StateGeometry] = [
             GroupGeometry(
                 f"window {shape.window}, {shape.dtype}",
                 tuple(layer_id for layer_id, other in enumerate(self.shapes) if other == shape),
                 ((shape.num_heads, shape.key_dim), (shape.num_heads, shape.value_dim)),
             )
             for shape in shapes
-        )
+        ]
+        if self.states.tensors:
+            groups.append(StateGeometry(repr(RecurrentState(self.block_size)), self.states.described))
+        return tuple(groups)
+
+    def states_in(self, slab: StateSlab) -> list[tuple[StateKey, torch.Tensor]]:
+        """Return the states in *slab*, which has one slot, each as [1, *shape]."""
+        return [(tensor.key, slab.of(tensor.key)) for tensor in self.states.tensors]
 
     def write(self, rows: torch.Tensor, layers: Sequence[KeysAndValues]) -> None:
         """Copy whole blocks into *rows*, a CPU tensor of bytes [num_rows, row_bytes].

@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.connectors.transformers_cache.kept_states import KeptStates
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
-from kvtier.connectors.transformers_cache.row_layout import LayerShape
+from kvtier.connectors.transformers_cache.row_layout import RowLayout
 
 log = logging.getLogger(__name__)
 
@@ -46,21 +47,24 @@ class WatchedPasses:
     dtype. Tokens from that pass on are not stored, and one warning gives the reason.
 
     A pass raises ValueError, which ends `generate`, in three cases: its tokens differ from the prompt, it has inputs
-    other than tokens, or it would have computed different keys and values for the loaded prefix.
+    other than tokens, or it would have computed different keys and values for the prefix that the cache was given with.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], shapes: list[LayerShape | None]
+        self, model: PreTrainedModel, cache: PromptCache, prompt_ids: list[int], layout: RowLayout, states: KeptStates
     ) -> None:
         """Create a record of passes with *cache*, which may already have a loaded prefix of *prompt_ids*.
 
-        *shapes* has the shape of each layer's keys and values, or None for a layer without any.
+        *layout* has the shapes of what the layers keep. *states* gets the states after each pass.
         """
         self._model = model
         self._cache = cache
         self._prompt_ids = prompt_ids
-        self._shapes = shapes
+        self._shapes = layout.shapes
+        self._has_states = bool(layout.states.tensors)
+        self._states = states
         self._signature = inspect.signature(model.forward)
+        self._needs_positions = self._has_states and "position_ids" in self._signature.parameters
         self._passes: list[_Pass] = []
         self._num_known = cache.num_loaded_tokens
         self._running: _Pass | None = None
@@ -82,6 +86,7 @@ class WatchedPasses:
 
     def __enter__(self) -> Self:
         self._cache.on_update = self._entering
+        self._cache.on_state = self._using_state
         self._handles = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True),
             self._model.register_forward_hook(self._after),
@@ -91,7 +96,7 @@ class WatchedPasses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cache.on_update = None
+        self._cache.on_update = self._cache.on_state = None
         for handle in self._handles:
             handle.remove()
 
@@ -121,6 +126,7 @@ class WatchedPasses:
             self._close_or_refuse(start, why)
         positions = given.get("position_ids") if self._is_looked_at_later(start, num_tokens) else None
         kept = None if positions is None else positions.detach().clone()
+        self._states.crop(start)
         self._running = _Pass(start, token_ids[0], kept, threading.get_ident())
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -132,6 +138,7 @@ class WatchedPasses:
         if length == running.end:
             self._passes.append(running)
             self._num_known = length
+            self._states.keep(length, self._model.device)
         elif length != running.start:  # equal: the pass did not use the cache
             self._close(
                 running.start,
@@ -140,9 +147,9 @@ class WatchedPasses:
 
     def _entering(self, keys: torch.Tensor, values: torch.Tensor, layer_id: int) -> None:
         """Check keys and values before a layer adds them to the cache."""
-        length, running = self._cache.get_seq_length(), self._running
+        running = self._running
         if running is None or running.thread != threading.get_ident():
-            self._close(min(length, self._num_known), "a pass that KVTierCache did not see added tokens to the cache")
+            self._close_at_unseen()
             return
         shape = self._shapes[layer_id] if layer_id < len(self._shapes) else None
         if shape is None or {keys.dtype, values.dtype} != {shape.dtype} or keys.device != self._model.device:
@@ -150,14 +157,25 @@ class WatchedPasses:
         elif keys.shape[-2] != len(running.token_ids):
             self._close(running.start, "a layer kept a different number of tokens than the pass has")
 
+    def _using_state(self) -> None:
+        """Check that a pass may read or write a state."""
+        if self._running is None or self._running.thread != threading.get_ident():
+            self._close_at_unseen()
+
+    def _close_at_unseen(self) -> None:
+        num_tokens = min(self._cache.get_seq_length(), self._num_known)
+        self._close(num_tokens, "a pass that KVTierCache did not see added tokens to the cache")
+
     def _undescribed(self, given: dict[str, Any], start: int, num_tokens: int) -> str | None:
         """Return why the keys and values of a pass depend on more than its token ids, or None if they do not."""
         if torch.is_autocast_enabled(self._model.device.type):
             return "torch.autocast computes it in another dtype"
         mask = given.get("attention_mask")
-        has_windows = any(shape is not None and shape.window for shape in self._shapes)
-        if mask is not None and not _is_plain(mask, start, num_tokens, has_windows):
+        has_others = self._has_states or any(shape is not None and shape.window for shape in self._shapes)
+        if mask is not None and not _is_plain(mask, start, num_tokens, has_others):
             return "its attention_mask is not the causal one"
+        if self._needs_positions and start and given.get("position_ids") is None:
+            return "it has no position_ids, and models with states may then number its tokens from 0 on"
         for name in ("position_ids", "cache_position"):
             positions = given.get(name)
             if positions is None or self._is_looked_at_later(start, num_tokens):
@@ -171,14 +189,19 @@ class WatchedPasses:
         return num_tokens == 1 and start >= len(self._prompt_ids)
 
     def _close_or_refuse(self, start: int, why: str) -> None:
-        # After a loaded prefix, the rest of the prompt must be computed in the same way as the prefix.
-        if self._cache.num_loaded_tokens and start < len(self._prompt_ids):
+        # After a prefix that the cache was given with, the rest of the prompt must be computed in the same way.
+        if self._cache.num_given_tokens and start < len(self._prompt_ids):
             raise ValueError(
                 f"KVTierCache has loaded {self._cache.num_loaded_tokens} tokens that a plain pass computed (with the "
-                f"model's own mask, positions and dtype), but this pass would compute them differently: {why}; use "
-                "another cache for this call of generate()"
+                f"model's own mask, positions and dtype)"
+                f"{self._computed_too()}, but this pass would compute them differently: {why}; use another cache for "
+                "this call of generate()"
             )
         self._close(start, why)
+
+    def _computed_too(self) -> str:
+        num_computed = self._cache.num_given_tokens - self._cache.num_loaded_tokens
+        return f", and has computed {num_computed} more in this way" if num_computed else ""
 
     def _close(self, num_tokens: int, why: str) -> None:
         """Close the sequence, so that only its first *num_tokens* tokens are stored."""
@@ -220,8 +243,10 @@ def _has_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> bool:
+def _is_plain(mask: object, start: int, num_tokens: int, has_others: bool) -> bool:
     """Return whether *mask* is the mask that the model makes itself for a prompt without padding.
+
+    *has_others* is True if the model has layers other than those with full attention.
 
     A mask with two dimensions was already checked to hide no tokens, see `_refuse_others`.
     """
@@ -229,8 +254,8 @@ def _is_plain(mask: object, start: int, num_tokens: int, has_windows: bool) -> b
         return False
     if mask.dim() == 2:
         return True
-    if mask.dim() != 4 or mask.shape[-2:] != (num_tokens, start + num_tokens) or has_windows:
-        return False  # such a mask applies to all layers, including those with windows
+    if mask.dim() != 4 or mask.shape[-2:] != (num_tokens, start + num_tokens) or has_others:
+        return False  # such a mask applies to all layers, including those with windows or states
     causal = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=mask.device).tril(start)
     if mask.dtype == torch.bool:
         return bool((mask == causal).all())

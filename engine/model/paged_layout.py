@@ -189,7 +189,7 @@ def paged_layout(
     if found.states.tensors:
         group = RecurrentState(block_size)
         groups.append(group)
-        geometry.append(StateGeometry(repr(group), _described(found.states)))
+        geometry.append(StateGeometry(repr(group), found.states.described))
     places = {layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)}
     sources = {layer_id: layer.source for layer_id, layer in layers.items() if layer.source is not None}
     places |= {layer_id: places[source] for layer_id, source in sources.items()}
@@ -203,17 +203,4 @@ def paged_layout(
         dtype,
         tuple(kind.index for kind in kinds),
         state_interval,
-    )
-
-
-def _described(states: StateLayers) -> tuple[tuple[int, str, int, tuple[int, ...], str], ...]:
-    return tuple(
-        (
-            tensor.key.layer_id,
-            "convolution" if tensor.key.is_conv else "recurrent",
-            tensor.key.index,
-            tensor.shape,
-            str(tensor.dtype),
-        )
-        for tensor in states.tensors
     )

@@ -54,6 +54,20 @@ class StateLayers:
         return tuple(sorted({tensor.key.layer_id for tensor in self.tensors}))
 
     @property
+    def described(self) -> tuple[tuple[int, str, int, tuple[int, ...], str], ...]:
+        """The states as `StateGeometry` has them, for a namespace."""
+        return tuple(
+            (
+                tensor.key.layer_id,
+                "convolution" if tensor.key.is_conv else "recurrent",
+                tensor.key.index,
+                tensor.shape,
+                str(tensor.dtype),
+            )
+            for tensor in self.tensors
+        )
+
+    @property
     def layer_bytes(self) -> int:
         """Size of the states of one request in the layer that keeps the most; 0 for a model without states."""
         sizes = Counter[int]()

@@ -53,7 +53,7 @@ class Engine:
 @contextmanager
 def opened(folder: Path) -> Iterator[StagedDisk]:
     config = DiskConfig(path=str(folder / "store"), capacity=parse_bytes("512MiB"), read_timeout_s=DEADLINE_S)
-    disk = StagedDisk(config, b"n" * 16, ROW_BYTES)
+    disk = StagedDisk(config, b"n" * 16, [ROW_BYTES])
     try:
         assert disk.wait_indexed(DEADLINE_S)
         yield disk
@@ -73,6 +73,35 @@ def test_more_rows_than_all_parts_have_come_back_in_order(tmp_path: Path) -> Non
         assert disk.load(names(engine.numbers), engine.take) == len(engine.rows)
     assert engine.asked == all_of_them
     assert [engine.taken[place] for place in all_of_them] == engine.rows
+
+
+def test_blocks_of_two_groups_with_equal_names_are_apart_and_have_their_own_sizes(tmp_path: Path) -> None:
+    """Also if a block of a group is larger than a part usually is."""
+    sizes = [1000, PART_BYTES + 5]
+    config = DiskConfig(path=str(tmp_path / "store"), capacity=parse_bytes("512MiB"), read_timeout_s=DEADLINE_S)
+    rows = [random.Random(group_id).randbytes(3 * size) for group_id, size in enumerate(sizes)]
+    found: list[dict[int, bytes]] = [{}, {}]
+    disk = StagedDisk(config, b"n" * 16, sizes)
+    try:
+        assert disk.wait_indexed(DEADLINE_S)
+        for group_id, size in enumerate(sizes):
+            assert disk.num_held(names(range(3)), group_id) == 0
+
+            def fill(places: range, to: Rows, group_id: int = group_id, size: int = size) -> None:
+                for place, row in zip(places, to, strict=True):
+                    row[:] = np.frombuffer(rows[group_id][place * size : (place + 1) * size], np.uint8)
+
+            assert disk.store(names(range(3)), None, fill, group_id) == [True] * 3
+        for group_id in range(2):
+
+            def take(places: range, of: Rows, group_id: int = group_id) -> None:
+                found[group_id] |= {place: row.tobytes() for place, row in zip(places, of, strict=True)}
+
+            assert disk.load(names(range(3)), take, group_id) == 3
+    finally:
+        disk.close()
+
+    assert [b"".join(found[group_id][place] for place in range(3)) for group_id in range(2)] == rows
 
 
 def test_nothing_behind_a_damaged_row_is_taken(tmp_path: Path) -> None:

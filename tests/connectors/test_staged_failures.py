@@ -90,7 +90,7 @@ class Bed:
         self.disk = Disk(capacity_bytes)
         monkeypatch.setattr(staged_disk, "PART_BYTES", PART_ROWS * ROW_BYTES)
         monkeypatch.setattr(staged_disk, "open_disk_below", lambda *_, **__: self.disk)
-        self.staged = StagedDisk(DiskConfig(path="-", capacity=ByteSize(capacity_bytes)), NAMESPACE, ROW_BYTES)
+        self.staged = StagedDisk(DiskConfig(path="-", capacity=ByteSize(capacity_bytes)), NAMESPACE, [ROW_BYTES])
         self.asked: list[int] = []
         self.taken: dict[int, bytes] = {}
 

@@ -26,7 +26,7 @@ def small(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(folder: Path) -> StagedDisk:
     config = tree_from_dict(DiskConfig, {"path": str(folder / "store"), "capacity": "256MiB"}, "disk")
-    disk = StagedDisk(config, bytes(16), 1 << 20)
+    disk = StagedDisk(config, bytes(16), [1 << 20])
     assert disk.wait_indexed(DEADLINE_S)
     return disk
 

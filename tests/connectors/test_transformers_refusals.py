@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     ),
     "states": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)).eval(),
-        "a LinearAttentionLayer keeps more than the keys and values",
+        "all layers keep states and none keeps keys and values",
     ),
     "an encoder": (
         lambda: T5ForConditionalGeneration(
