@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Types of models, as their configurations name them.
-MROPE_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+MROPE_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 TILED_TYPES = frozenset({"smolvlm"})
+# Refused: the tokens of an image attend to each other in both directions.
+TWO_WAY_TYPES = frozenset({"gemma3", "gemma4", "gemma4_unified"})
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
 _GRID = "image_grid_thw"
@@ -45,7 +47,7 @@ class Family(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MropeFamily:
-    """Qwen-VL: one image token per merged patch, and positions in time, height and width (M-RoPE)."""
+    """Qwen-VL and Qwen3.5: one image token per merged patch, and positions in time, height and width (M-RoPE)."""
 
     model: PreTrainedModel
     processor_options: ClassVar[Mapping[str, Any]] = NO_OPTIONS

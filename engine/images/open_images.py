@@ -10,7 +10,7 @@ from kvtier.engine.config import ImagesConfig
 from kvtier.engine.images.check import check_images
 from kvtier.engine.images.encoder import ImageEncoder
 from kvtier.engine.images.engine_images import EngineImages, Images, NoImages
-from kvtier.engine.images.families import MROPE_TYPES, TILED_TYPES, family_of
+from kvtier.engine.images.families import MROPE_TYPES, TILED_TYPES, TWO_WAY_TYPES, family_of
 from kvtier.engine.images.image import plain_line
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.row_cache import RowCache
@@ -96,6 +96,11 @@ def _why_not(
     if family_of(model, tokenizer) is None:
         if getattr(model.config, "vision_config", None) is None:
             return TEXT_ONLY
+        if model.config.model_type in TWO_WAY_TYPES:
+            return (
+                f"in models of type {model.config.model_type}, the tokens of an image attend to each other in both "
+                "directions, and kvtier's attention reads only earlier tokens; leave the images out"
+            )
         known = ", ".join(sorted({*MROPE_TYPES, *TILED_TYPES}))
         return f"kvtier cannot write prompts with images for models of type {model.config.model_type}; only for {known}"
     if _ENCODED not in inspect.signature(type(model).forward).parameters:

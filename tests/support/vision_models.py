@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 from small_models import byte_tokenizer
+from state_models import ALTERNATING, LINEAR
 from transformers import (
     AutoModelForImageTextToText,
     BaseImageProcessor,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -46,6 +48,7 @@ IN_PROMPT = {  # what a prompt has for an image
     "smolvlm": "<image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 # As models ship it: parts of a message are texts and images.
 TEMPLATE = """\
@@ -115,7 +118,12 @@ def _config(family: str, token_id: Any) -> PreTrainedConfig:
         text = {key: value for key, value in TEXT.items() if key != "head_dim"}
         vision = {**SEEN, "window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=vision, **ids)
-    vision = {**SEEN, "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    vision = {**SEEN, "spatial_merge_size": 2, "num_position_embeddings": 64}
+    if family == "qwen3_5":  # recurrent states in every second layer
+        text = {**TEXT, **LINEAR, "num_hidden_layers": 4, "layer_types": ALTERNATING}
+        rope = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+        return Qwen3_5Config(text_config={**text, "rope_parameters": rope}, vision_config=vision, **ids)
+    vision["deepstack_visual_indexes"] = [0, 1]
     rope = {**ROPE, "mrope_interleaved": True}
     return Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **ids)
 

@@ -5,9 +5,11 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from small_models import build, byte_tokenizer
-from vision_models import VisionModel, build_vision, picture, plain_answer
+from transformers import AutoModelForImageTextToText, Gemma3Config
+from vision_models import TEXT, VisionModel, build_vision, picture, plain_answer
 
 from kvtier import LLM, AsyncLLM, ImagePrompt, SamplingParams
 from kvtier.engine.images.families import MropeFamily
@@ -92,6 +94,27 @@ def test_a_model_that_reads_only_text_refuses_images() -> None:
         with pytest.raises(ValueError, match="the model reads only text; leave the images out"):
             llm.generate(ImagePrompt("?", [picture(1)]), GREEDY)
         assert llm.statistics().images is None
+
+
+def test_gemma_3_refuses_images_because_of_its_mask_and_reads_text() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    config = Gemma3Config(
+        text_config={**TEXT, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=300,
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    ids = byte_tokenizer()("a text")["input_ids"]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
+
+    with LLM(model, TABLES, byte_tokenizer(), image_processor=build_vision("smolvlm").processor) as llm:
+        with pytest.raises(ValueError, match="the tokens of an image attend to each other in both directions"):
+            llm.generate(ImagePrompt("?", [picture(1)]), GREEDY)
+        assert llm.generate("a text", GREEDY)[0].token_ids[0] == expected
 
 
 def test_a_model_without_its_image_processor_refuses_images_and_reads_text(seen: VisionModel) -> None:
