@@ -30,12 +30,14 @@ def check_pool(pool: Any) -> None:
 def check_pool_name(name: str) -> None:
     """Raise `UnsupportedEngine` unless *name* is that of the pool of keys and values.
 
-    For example, a pool of recurrent states is not supported.
+    SGLang hands every other pool, for example that of recurrent states ("mamba"), to `batch_set_v2`, `batch_get_v2` and
+    `batch_exists_v2`. The backend has no such methods, and pages of keys and values without a state would be of no use.
     """
     if name != KV_POOL:
         raise UnsupportedEngine(
-            f'the pool "{name}" is not supported, because kvtier keeps only keys and values of full attention; run '
-            "this model without --hicache-storage-backend"
+            f'the pool "{name}" is not supported, because kvtier keeps only the keys and values that SGLang passes to '
+            "batch_set_v1 or batch_set, and SGLang passes this pool to batch_set_v2; run this model without "
+            "--hicache-storage-backend"
         )
 
 
