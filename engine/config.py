@@ -95,8 +95,9 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
         partial_blocks: Whether a prompt that shares only the first tokens of a cached block gets a copy of the block.
         retention_tokens: Which blocks of sliding windows, and which recurrent states, are kept. By default all blocks
             of windows are kept, and one state every N tokens, where the KV of N tokens is as large as a state and N is
-            at least 512. With 0 only what is needed to continue at the ends of prompts and 128 tokens before is kept.
-            With N > 0, a multiple of block_size, also what is needed to resume after every N tokens.
+            at least 512. With 0, only what is needed to resume at the end of a prompt, 128 tokens before that end, at
+            the end of an answer, and where two prompts diverge. With N > 0, a multiple of block_size, also what is
+            needed to resume after every N tokens.
         poison: For debugging: fill slots with NaN until KV is computed or copied into them, so that reading an unfilled
             slot gives NaN.
     """

@@ -276,7 +276,14 @@ class EngineCore:
         computed = self.cache.plans.computed(hit)
         depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         num_copied = 0 if hit.partial is None else hit.partial.num_tokens
-        trail = Trail(chain.block_size, chain.names, bytes(depths), num_copied, hit.misses.reasons)
+        trail = Trail(
+            chain.block_size,
+            chain.names,
+            bytes(depths),
+            num_copied,
+            hit.misses.reasons,
+            num_lasting=hit.misses.num_lasting,
+        )
         return self.explainer.evidence_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:

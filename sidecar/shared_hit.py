@@ -10,6 +10,9 @@ from kvtier.sidecar.shares import Share, Wanted
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Places, are_cold
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, longest_hit
+from kvtier.tiers.naming.tier import Reason
+
+NUM_NEAR = 8  # chunks before the end of the keys and values, of which one may have had the state that was evicted
 
 
 def needed(group: AttentionGroup, num_chunks: int) -> range:
@@ -30,6 +33,23 @@ def longest_of(groups: Sequence[AttentionGroup], are_there: Sequence[npt.NDArray
 
     size = groups[0].block_size
     return longest_hit(num_chunks * size, groups, first_hole) // size
+
+
+def misses_behind(
+    num_there: int, num_lasting: int, names: Sequence[BlockName], tiers: LayoutTiers
+) -> tuple[tuple[int, Reason], ...]:
+    """Return why the chunks *names* behind a hit of *num_there* chunks are missing, as pairs (end, reason).
+
+    The groups that do not forget have *num_lasting* chunks. Up to there, a state or a window is missing.
+    """
+    reasons = []
+    if num_there < num_lasting:
+        near = names[num_there:num_lasting][-NUM_NEAR:]
+        lost = (why for name in reversed(near) if (why := tiers.miss_reason(name)) is not Reason.NEVER_SEEN)
+        reasons.append((num_lasting, next(lost, Reason.NOT_KEPT)))
+    if (end := max(num_there, num_lasting)) < len(names):
+        reasons.append((len(names), tiers.miss_reason(names[end])))
+    return tuple(reasons)
 
 
 class SharedHit:

@@ -88,15 +88,16 @@ class Lookups:
         limit, inquiries = self._limit(chain, num_tokens), list[Inquiry]()
         search = PromptSearch(self._residency, chain)
         num_found = longest_hit(limit, self._attentions, search.first_hole)
-        if num_found == limit:
+        if num_found == limit or not self._is_worth_asking(num_found, num_tokens):
             return NOTHING_TO_ASK
         for group in self._groups:
+            end = limit // group.block_size
             if group.attention.forgets:  # no hit that is longer than the one without slow tiers reads earlier blocks
                 start = group.attention.first_needed(num_found + self._alignment)
             else:
-                start = search.located[group.id][1].num_found
-            names = chain.names_of(group.block_size, range(start, limit // group.block_size))
-            if names and self._is_worth_asking(start * group.block_size, num_tokens):
+                start = search.first_hole(group.id, 0, end)
+            if start < end:
+                names = chain.names_of(group.block_size, range(start, end))
                 inquiries.append(self._residency.lower.hints.inquire(group.id, names))
         return AllOf(inquiries)
 
@@ -132,7 +133,7 @@ class Lookups:
         return result
 
     def bytes_in(self, chain: BlockChain) -> dict[Tier, int]:
-        """Return for each tier the bytes of the chain's blocks of which it is the warmest tier, in all groups."""
+        """Return the bytes of the chain's blocks, in all groups, by the warmest tier that holds each block."""
         found = dict.fromkeys(Tier, 0)
         for group in self._groups:
             names = chain.names_of(group.block_size, range(len(chain.names) * self._block_size // group.block_size))
@@ -142,17 +143,17 @@ class Lookups:
 
     def _misses(self, chain: BlockChain, num_found: int, limit: int, search: PromptSearch) -> Misses:
         """Return why the tokens after the first *num_found* cannot be loaded, up to token *limit*."""
-        interval, reasons = self._retention.interval_tokens, list[tuple[int, Reason]]()
+        reasons = list[tuple[int, Reason]]()
         num_lasting = search.num_lasting // self._alignment * self._alignment
-        if interval is not None and num_found < num_lasting:
-            kept_end = num_lasting // interval * interval if interval else 0
-            why = self._why_missing(chain, kept_end) if kept_end > num_found else Reason.NEVER_SEEN
+        if self._retention.interval_tokens is not None and num_found < num_lasting:
+            ends = [end for end in self._retention.likely_ends(num_lasting) if end > num_found]
+            why = self._why_missing(chain, *ends)
             reasons.append((num_lasting, Reason.NOT_KEPT if why is Reason.NEVER_SEEN else why))
             num_found = num_lasting
         if num_found < limit:
-            ends = {num_found // group.block_size * group.block_size + group.block_size for group in self._attentions}
-            reasons.append((limit, self._why_missing(chain, *sorted(ends))))
-        return Misses(tuple(reasons))
+            ends = [(num_found // group.block_size + 1) * group.block_size for group in self._attentions]
+            reasons.append((limit, self._why_missing(chain, *sorted(set(ends)))))
+        return Misses(tuple(reasons), num_lasting)
 
     def _why_missing(self, chain: BlockChain, *ends: int) -> Reason:
         """Return why the blocks that end at the tokens *ends* are missing; see `Residency.miss_reason`."""

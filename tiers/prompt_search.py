@@ -10,13 +10,13 @@ class PromptSearch:
     """The search for the blocks of one prompt. Valid until a block enters or leaves a tier.
 
     Groups that forget (sliding windows, recurrent states) keep few of a prompt's blocks. In them, `longest_hit` tries
-    one short range after the other, from the prompt's end to its beginning: up to 8,192 ranges for a recurrent state
+    short ranges one after another, from the prompt's end to its beginning: up to 8,192 ranges for a recurrent state
     and a prompt of 8,192 blocks. So after the first range they are looked up many at once.
     """
 
     def __init__(self, residency: Residency, chain: BlockChain) -> None:
         """Create a search for the blocks of *chain*."""
-        self.located: dict[int, tuple[int, Located]] = {}  # [group id]: the range located last, and its first block
+        self.located: dict[int, tuple[int, Located]] = {}  # [group id]: first block and locations of the last range
         self._residency = residency
         self._chain = chain
         self._kept: dict[int, _KeptBlocks] = {}  # of groups that forget and have a hole

@@ -207,7 +207,7 @@ class Residency:
         return is_here
 
     def count_by_tier(self, group: GroupTiers, names: Sequence[BlockName]) -> Counter[Tier]:
-        """Return for each tier how many of the group's blocks it has of which no warmer tier has a copy."""
+        """Count the group's blocks by the warmest tier that holds each of them."""
         is_below = group.pool.find_all(names) == ABSENT
         places = self.lower.find(group.id, names_at(names, np.flatnonzero(is_below)))
         counts = Counter({Tier.DEVICE: len(names) - len(places)})

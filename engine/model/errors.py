@@ -19,6 +19,11 @@ class ChangedModel(RuntimeError):
     """An error for a model that was changed since it was loaded, so that its cached blocks no longer match it."""
 
 
+def is_short_of_memory(error: Exception) -> bool:
+    """Return whether an error of any library says that memory ran out."""
+    return isinstance(error, MemoryError) or bool(_SHORT.search(str(error)))
+
+
 @contextmanager
 def oom_as_memory_error(doing: str) -> Iterator[None]:
     """Convert out-of-memory errors raised in the context to MemoryError.

@@ -150,9 +150,9 @@ class _Observation:
         This is the attention function registered with transformers.
         """
         layer_id = getattr(module, "layer_idx", None)
-        if layer_id in SHARED_MODULE:
+        if layer_id in SHARED_MODULE and self._has_handed(key):
             layer_id = self._received
-        if layer_id is None:
+        if layer_id in SHARED_MODULE:
             raise UnsupportedModel("an attention layer has no index (layer_idx)")
         if layer_id in self.layers:
             raise UnsupportedModel(
@@ -197,6 +197,10 @@ class _Observation:
         """Record the index keys that a layer hands to its cache, [1, tokens, width]; return them."""
         self._index_keys[layer_id] = keys
         return keys
+
+    def _has_handed(self, key: torch.Tensor) -> bool:
+        """Return whether *key* is what a layer handed to its cache last."""
+        return self._received is not None and self._handed[self._received][0] is key
 
     def _index_width(self, layer_id: int) -> int:
         keys = self._index_keys.get(layer_id)
@@ -289,7 +293,7 @@ class _Observation:
 
 
 def _refuse_other_tokens(layer_id: int, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raise `UnsupportedModel` if a layer attends to other tokens than those of its sequence up to each query."""
+    """Raise `UnsupportedModel` if a layer attends to tokens after the query, or to tokens of another sequence."""
     if not getattr(module, "is_causal", True):
         raise UnsupportedModel(f"layer {layer_id} is not marked as causal, so it may attend to later tokens")
     if key.shape[2] != query.shape[2]:

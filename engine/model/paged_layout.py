@@ -14,7 +14,7 @@ from kvtier.transfer.device_slab import DeviceSlab
 # A state is kept at least this many tokens after the one before it, unless a prompt ends or two prompts part. Each
 # state that is kept ends a chunk of the prefill.
 MIN_STATE_INTERVAL = 512
-# Length of a prompt in tokens that is assumed if states are kept only at the ends of prompts.
+# Length of a prompt in tokens that is assumed if states are kept at the ends of prompts only, or not much more often.
 _PROMPT_TOKENS = 8_192
 MIN_DEVICE_SLOTS = 2  # of each group: one state is read while the next one is computed
 
@@ -67,8 +67,12 @@ class PagedLayout:
     @property
     def mean_block_bytes(self) -> int:
         """Mean bytes that a long prompt takes per block of its tokens: all their KV, and the states kept of them."""
-        states_bytes = self.states.slot_bytes * self.block_size / (self.state_interval or _PROMPT_TOKENS)
-        return round(self.token_block_bytes + states_bytes)
+        return round(self.token_block_bytes + self.states.slot_bytes * self.block_size / self._tokens_per_state)
+
+    @property
+    def _tokens_per_state(self) -> int:
+        """Assumed number of tokens for each state that is kept; with any interval, states at ends of prompts are."""
+        return min(self.state_interval or _PROMPT_TOKENS, _PROMPT_TOKENS)
 
     @property
     def state_interval(self) -> int | None:
@@ -88,16 +92,17 @@ class PagedLayout:
         """Return the number of slots of each group if all slots together take at most *capacity_bytes*.
 
         All attention groups have the same number. There are two slots for states per `state_interval` tokens: one for
-        the state that is kept, and one for ends of prompts and for requests that run. Without an interval, there are
-        two per 8,192 tokens. All states together take at most half of the capacity, except that there are always
-        *minimum* slots. If the capacity is too small for *minimum* slots of each group, some numbers are smaller.
+        the state that is kept, and one for ends of prompts and for requests that run. Without an interval, or with a
+        longer one, there are two per 8,192 tokens. All states together take at most half of the capacity, except that
+        there are always *minimum* slots. If the capacity is too small for *minimum* slots of each group, some numbers
+        are smaller.
         """
         states_bytes, tokens_bytes = self.states.slot_bytes, self.token_block_bytes
         if not states_bytes:
             return (capacity_bytes // tokens_bytes,) * len(self.groups)
         if not tokens_bytes:
             return (capacity_bytes // states_bytes,)
-        blocks_per_state = (self.state_interval or _PROMPT_TOKENS) / self.block_size / 2
+        blocks_per_state = self._tokens_per_state / self.block_size / 2
         num_states = int(capacity_bytes / (blocks_per_state * tokens_bytes + states_bytes))
         num_states = max(minimum, min(num_states, capacity_bytes // 2 // states_bytes))
         num_blocks = max(0, capacity_bytes - num_states * states_bytes) // tokens_bytes

@@ -199,6 +199,7 @@ class Loading:
             promotion.num_copied,
             promotion.misses.reasons,
             self._around.clock(),
+            promotion.misses.num_lasting,
         )
 
     # --- events while the request waits
@@ -281,7 +282,8 @@ class Loading:
         self._begun_at = now
         self._request.timeline.on_begun(now)
         self._withdraw()
-        self._request.junction = self._cache.lookups.junction(hit)
+        if (junction := self._cache.lookups.junction(hit)) is not None:
+            self._request.junctions.add(junction)
         if hit.start and self._cache.plans.on_device(hit).num_tokens >= hit.start:
             hit = replace(hit, start=0)  # the tokens that were to be computed are on the device by now
         if hit.start:

@@ -19,15 +19,12 @@ from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.retention import QUESTION_TOKENS
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.promotion import Tables
 
 if TYPE_CHECKING:
     from kvtier.engine.scheduling.loading import Loading
-
-# A long prompt usually ends with a question, and the next prompt with the same document differs only in the question.
-# Where the question begins is unknown, but it is rarely longer than this number of tokens.
-_QUESTION_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +137,10 @@ class Request:
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # computed tokens whose full blocks are named in the cache
-    # Length of a cached prefix that is longer than the hit. It cannot be used yet, because groups that forget blocks
-    # (such as sliding windows) lack those at its end. Once this request has computed these blocks, they are kept.
-    junction: int | None = None
+    # Ends of prefixes that earlier or waiting prompts share. A cached one that is longer than the hit cannot be used
+    # yet, because groups that forget blocks (such as sliding windows) lack those at its end. Once this request has
+    # computed these blocks, they are kept.
+    junctions: set[int] = field(default_factory=set)
     images: ImageUse | None = None  # None once the request has ended, so that its images can be freed
     loading: "Loading | None" = None  # set from the queue until the prefix is in the tables
     tokens: TokenBalance | None = None
@@ -178,11 +176,10 @@ class Request:
     def boundaries(self) -> list[int]:
         """Positions of the prompt at which later prompts may resume; see `Retention.kept`.
 
-        They are the prompt's end, a position before a question at its end, and the junction.
+        They are the prompt's end, a position before a question at its end, and the junctions.
         """
         prompt_end = len(self.prompt_token_ids) - 1
-        ends = [prompt_end, max(0, prompt_end - _QUESTION_TOKENS)]
-        return ends if self.junction is None else [*ends, self.junction]
+        return [prompt_end, max(0, prompt_end - QUESTION_TOKENS), *self.junctions]
 
     @property
     def is_decoding(self) -> bool:

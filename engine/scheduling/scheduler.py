@@ -232,8 +232,8 @@ class Scheduler:
             other = self._shared_prefill.awaited(request, prefilling)
             if other is None:
                 return request
-            if self._has_states and (other.junction or 0) <= other.num_computed:
-                other.junction = num_common_tokens(request, other)  # so that this request can resume there
+            if self._has_states:
+                other.junctions.add(num_common_tokens(request, other))  # so that this request can resume there
             _loading_of(request).defer()
         return None
 
@@ -457,7 +457,7 @@ class SharedPrefill:
 
     Example: ten questions about the same new document arrive together. One request computes the document chunk by chunk
     while the others wait. When less than a chunk of the document is left, every request computes the rest itself. With
-    recurrent states they wait for the document's end, because the state that they resume from is kept only there.
+    recurrent states they wait for the document's end, because a state is kept there, and else an interval earlier.
     """
 
     def __init__(self, min_tokens: int, has_states: bool = False) -> None:
@@ -484,12 +484,15 @@ class SharedPrefill:
     def _num_tokens_saved(self, request: Request, other: Request) -> int:
         """Return how many tokens of the common prefix this request would have to compute if it did not wait.
 
-        They are those that the other request has not computed yet. With recurrent states they may be as many as the
-        prefix has, as long as the other request has not reached the prefix's end.
+        They are those that the other request has not computed yet. With recurrent states they are all that it computes
+        itself, as long as it has not reached the prefix's end, where a state is kept.
         """
         there = other.num_computed if other.loading is None else other.loading.num_tokens
         common = num_common_tokens(request, other)
-        return common if self._has_states and common > there else common - there
+        if not self._has_states or common <= there:
+            return common - there
+        num_found = there if other.tokens is None else other.tokens.num_tokens - other.tokens.recomputed
+        return common - min(num_found, there)
 
 
 def num_common_tokens(one: Request, other: Request) -> int:

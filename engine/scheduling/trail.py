@@ -24,6 +24,7 @@ class Trail:
     num_copied: int = 0
     misses: tuple[tuple[int, Reason], ...] = ()  # why tokens were computed: end token and reason, ascending
     as_of: float = 0.0  # when this was known, on the clock of the tiers' owner
+    num_lasting: int = 0  # see `Misses`
 
 
 NO_TRAIL = Trail(1, ())

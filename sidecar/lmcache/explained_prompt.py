@@ -1,5 +1,7 @@
 """The facts that explain what an engine would find if it looked up a prompt now."""
 
+import numpy as np
+
 from kvtier.engine.observability.explain.evidence import Evidence
 from kvtier.engine.observability.explain.explainer import Explainer
 from kvtier.engine.scheduling.trail import Trail
@@ -7,10 +9,10 @@ from kvtier.sidecar.layout import Layout
 from kvtier.sidecar.layout_tiers import LayoutTiers
 from kvtier.sidecar.layouts import Layouts
 from kvtier.sidecar.lmcache.hybrid_layout import AnyChunkLayout
-from kvtier.sidecar.shared_hit import longest_of, needed
+from kvtier.sidecar.shared_hit import longest_of, misses_behind, needed
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, ON_REMOTE
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import Tier
 
 NOT_TOLD = "Only clients of lmcache 0.5.7 report what engines have on their devices, in whole chunks."
 
@@ -44,11 +46,12 @@ def _explained(tiers: LayoutTiers, layout: AnyChunkLayout, explainer: Explainer,
         for i in range(num_chunks)
     ]
     num_tokens, size = len(chain.token_ids), chain.block_size
-    misses: tuple[tuple[int, Reason], ...] = ()
-    if num_found < len(where):
-        misses = ((len(where) * size, tiers.miss_reason(chain.names[num_found])),)
+    lasting = [places for places, group in zip(found, groups, strict=True) if not group.forgets]
+    num_lasting = min((int(np.argmin(np.append(places != NOWHERE, False))) for places in lasting), default=0)
+    missed = misses_behind(num_found, num_lasting, chain.names, tiers)
+    misses = tuple((end * size, reason) for end, reason in missed)
     depths = bytes(tier.depth for tier in where[:num_found] if tier is not None)
-    trail = Trail(size, chain.names, depths, 0, misses)
+    trail = Trail(size, chain.names, depths, 0, misses, num_lasting=num_lasting * size)
     namespace = explainer.namespace_of(namespace_fields(tiers.layout))
     return explainer.evidence_now(trail, chain, tiers.ghosts, where, num_tokens, None, namespace)
 

@@ -15,7 +15,7 @@ from kvtier.sidecar.lmcache.stores import Stores
 from kvtier.sidecar.lmcache.verifier import Checked, Verifier
 from kvtier.sidecar.port import Client
 from kvtier.sidecar.shared_fetch import SharedFetch
-from kvtier.sidecar.shared_hit import SharedHit, longest_of, needed
+from kvtier.sidecar.shared_hit import SharedHit, longest_of, misses_behind, needed
 from kvtier.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import AllOf, Inquiry
@@ -622,7 +622,8 @@ class Promises:
         for group_id in lasting if promise.before else ():
             tiers.refresh(group_id, promise.before[::-1], ())
         self.counts.num_over_share += num_beyond
-        promise.misses = _misses(hit, names, tiers)
+        missed = misses_behind(hit.num_there, hit.num_lasting, names, tiers)
+        promise.misses = Misses(((hit.num_there, Reason.CAPACITY), *missed))  # chunks of the hit itself lack only room
         self._lease(promise, hit)
         return True
 
@@ -688,15 +689,3 @@ class Promises:
                 self._promises[request_id] = left
             else:
                 del self._promises[request_id]
-
-
-def _misses(hit: SharedHit, names: Sequence[BlockName], tiers: LayoutTiers) -> Misses:
-    """Return why the chunks after a hit cannot be loaded. Chunks of the hit itself can lack only room."""
-    reasons, num_found = [(hit.num_there, Reason.CAPACITY)], hit.num_there
-    if num_found < hit.num_lasting:
-        why = tiers.miss_reason(names[num_found])
-        num_found = hit.num_lasting
-        reasons.append((num_found, Reason.NOT_KEPT if why is Reason.NEVER_SEEN else why))
-    if num_found < len(names):
-        reasons.append((len(names), tiers.miss_reason(names[num_found])))
-    return Misses(tuple(reasons))

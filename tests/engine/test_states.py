@@ -146,9 +146,12 @@ def test_tokens_whose_state_is_missing_are_recomputed_for_that_reason(tmp_path: 
     assert second.reasons == {Reason.NOT_KEPT: 96, Reason.NEVER_SEEN: 32, Reason.LAST_BLOCK: 6}
 
 
-def test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_cached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tokens", [306, 530])  # shorter and longer than the interval
+def test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_cached(
+    num_tokens: int, tmp_path: Path
+) -> None:
     model = build_states("Qwen3_5Text")
-    prompt = prompt_of(1, 530)
+    prompt = prompt_of(1, num_tokens)
     config = configuration(model, tmp_path, 300, 3)
     del config["disk"]
     config["host"]["capacity"] = 0
@@ -158,10 +161,12 @@ def test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_c
         llm.generate(prompt, SamplingParams(max_tokens=1))
         for seed in range(2, 2 + num_states):  # each takes three blocks, and a state
             llm.generate(prompt_of(seed, 33), SamplingParams(max_tokens=1))
+        rows = llm.core.explain_prompt(chain_of(llm, prompt)).explanation().rows
         again = llm.generate(prompt, SamplingParams(max_tokens=1))[0].tokens
 
-    assert again.recomputed == 530
-    assert again.reasons[Reason.EVICTED_FROM_DEVICE] == 528
+    assert again.recomputed == num_tokens
+    assert again.reasons[Reason.EVICTED_FROM_DEVICE] == num_tokens - 2
+    assert [row.why for row in rows] == [Reason.EVICTED_FROM_DEVICE, Reason.LAST_BLOCK]
 
 
 def test_states_are_counted_in_each_tier_and_a_pin_keeps_one(tmp_path: Path) -> None:
@@ -246,6 +251,20 @@ def test_a_prompt_that_waits_for_a_shared_document_resumes_where_the_document_en
 
     assert [answer.token_ids for answer in done] == [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
     assert [answer.tokens.device for answer in done] == [0, 192, 192]
+
+
+def test_each_waiting_prompt_resumes_where_its_own_part_of_the_document_ends(tmp_path: Path) -> None:
+    """The first prompt shares 400 tokens with the second and 208 with the third, which wait for it."""
+    model = build_states("Qwen3_5Text")
+    document = prompt_of(1, 400)
+    prompts = [document + prompt_of(2, 160), document + prompt_of(3, 30), document[:208] + prompt_of(4, 30)]
+    config = configuration(model, tmp_path, 200, 12)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        done = llm.generate(prompts, GREEDY)
+
+    assert [answer.token_ids for answer in done] == [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    assert [answer.tokens.device for answer in done] == [0, 400, 208]
 
 
 def test_a_request_that_ends_in_its_prefill_leaves_a_state_at_the_end_of_its_last_chunk(tmp_path: Path) -> None:

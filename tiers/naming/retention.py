@@ -10,6 +10,10 @@ from itertools import count, takewhile
 
 from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, alignment
 
+# A long prompt usually ends with a question, and the next prompt with the same document differs only in the question.
+# Where the question begins is unknown, but it is rarely longer than this number of tokens.
+QUESTION_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -54,6 +58,18 @@ class Retention:
             ends.append((num_tokens // self.interval_tokens + 1) * self.interval_tokens)
         return min(ends, default=None)
 
+    def likely_ends(self, num_tokens: int) -> list[int]:
+        """Return positions up to *num_tokens* where an earlier prompt probably kept what is needed to resume.
+
+        That prompt has the first *num_tokens* tokens in common with another one. The positions are those at which its
+        end or its question may lie, from the last one, and the last multiple of the interval.
+        """
+        unit = alignment(self.groups)
+        ends = list(range(num_tokens // unit * unit, max(0, num_tokens - QUESTION_TOKENS - unit), -unit))
+        if self.interval_tokens:
+            ends.append(num_tokens // self.interval_tokens * self.interval_tokens)
+        return ends
+
     @property
     def _has_states(self) -> bool:
         return any(isinstance(group, RecurrentState) for group in self.groups)
@@ -65,8 +81,8 @@ class Retention:
         later position than *end_block*. So the result is the same if a prompt's blocks are passed in several calls.
 
         *boundaries* are the token positions at which later prompts are expected to resume: the end of a prefix that an
-        earlier prompt had too (see `longest_single`), and the prompt's length minus one, because the last token is
-        always computed. Each position is rounded down to a multiple of `alignment`.
+        earlier prompt had too (see `longest_single`); the prompt's length minus one, because the last token is always
+        computed; and `QUESTION_TOKENS` before that. Each position is rounded down to a multiple of `alignment`.
         """
         if self.interval_tokens is None or not group.forgets:
             return [range(start_block, end_block)] if start_block < end_block else []

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +47,7 @@ class Misses:
     """
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
+    num_lasting: int = 0  # first tokens whose keys and values are cached, although a state or window may be missing
 
     def after(self, num_tokens: int) -> dict[Reason, int]:
         """Return the number of tokens after the first *num_tokens*, by reason."""
@@ -66,7 +67,7 @@ class Misses:
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
         """Return the misses after the cached prefix was shortened for *reason*. *num_tokens* is its former length."""
-        return Misses(((num_tokens, reason), *self.reasons))
+        return replace(self, reasons=((num_tokens, reason), *self.reasons))
 
 
 @dataclass(frozen=True, slots=True)

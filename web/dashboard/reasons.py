@@ -43,8 +43,8 @@ REASON_TEXTS: Mapping[Reason, ReasonText] = {
     ),
     Reason.NOT_KEPT: ReasonText(
         "The keys and values were cached, but no recurrent state (or window) from which the request could resume.",
-        "Nothing, if it happens once for a prefix: a state is kept where two prompts part, for the third one. To keep "
-        "more of them, give device.retention_tokens a smaller number, and the tiers more memory.",
+        "Nothing, if it happens once for a prefix: a state is kept where two prompts diverge, for the third one. To "
+        "keep more states, lower device.retention_tokens, which takes more memory for states.",
     ),
     Reason.CAPACITY: ReasonText(
         "The block was a hit in a lower tier, but device memory had no free slot to load it into.",

@@ -68,6 +68,8 @@ class Evidence:
         was_known = self.known.has_all(self.past.prompt).tolist()
         first_missing = self.tiers.index(None) if None in self.tiers else len(self.tiers)
         start = len(trail.depths) * size + trail.num_copied
+        within = [ghost for ghost in ghosts[start // size : trail.num_lasting // size] if ghost is not None]
+        last_ghost = max(within, key=lambda ghost: ghost.at, default=None)
         rows = []
         while start < num_tokens:
             block = start // size
@@ -79,6 +81,8 @@ class Evidence:
                     row = replace(row, why=Why.BEHIND)
                 elif (ghost := ghosts[block]) is not None:
                     row = self._evicted_row(row, ghost)
+                elif start < trail.num_lasting:  # its keys and values were cached; a state or window behind it was not
+                    row = row if last_ghost is None else self._evicted_row(row, last_ghost)
                 elif was_known[block]:
                     row = replace(row, why=Why.FORGOTTEN)
                 else:

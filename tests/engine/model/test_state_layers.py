@@ -229,13 +229,14 @@ def test_half_of_the_memory_at_most_is_for_states_and_at_least_two() -> None:
 def test_a_short_interval_gives_more_of_the_memory_to_states_and_none_gives_less() -> None:
     model = build_states("FalconH1")
     slots = {}
-    for interval in (None, 64, 0):
+    for interval in (None, 64, 0, 1 << 16):
         layout = layout_of(model, BLOCK_SIZE, state_interval=interval)
         assert layout.state_interval == (512 if interval is None else interval)
         slots[interval] = layout.num_slots(10_000 * layout.token_block_bytes)
 
     assert slots[64][1] > 3 * slots[None][1] > 30 * slots[0][1]
     assert slots[64][0] < slots[None][0] < slots[0][0]
+    assert slots[1 << 16] == slots[0]  # the ends of prompts are kept with any interval
 
 
 def test_the_interval_of_a_large_state_is_as_many_tokens_as_have_its_size() -> None:
