@@ -294,6 +294,20 @@ BUGS = [
         "tests/engine/images",
     ),
     Bug(
+        "an image's pixels are decoded before they are counted",
+        "server/images/image_file.py",
+        "    if image.width * image.height > max_pixels:",
+        "    image.load()\n    if image.width * image.height > max_pixels:",
+        "tests/server/images/test_image_file.py",
+    ),
+    Bug(
+        "Qwen3.5 is loaded without its image encoder",
+        "engine/model/checkpoint.py",
+        " and config.model_type not in _WITH_ENCODER",
+        "",
+        "tests/engine/images/test_images_with_states.py",
+    ),
+    Bug(
         "rows that are being written survive a reset",
         "engine/images/row_store.py",
         "        self._must_clear = True\n",
