@@ -36,7 +36,7 @@ class RowStore:
     """Rows of images in the disk tier's store, which verifies every read.
 
     `read` blocks and may be called in any thread, but not in the engine's or on an event loop. All other methods are
-    for the engine's thread. They queue their work, of which one part runs at a time. Rows that cannot be read or
+    for the engine's thread. They queue their work, and run one write or deletion at a time. Rows that cannot be read or
     written are lost, which costs another run of the encoder.
     """
 
@@ -56,7 +56,7 @@ class RowStore:
     def read(self, key: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
         """Return the rows under *key*, which have this *shape* and *dtype*; None if they are missing or damaged."""
         rows = torch.empty(shape, dtype=dtype)
-        if not rows.numel() or rows.nbytes > MAX_BYTES:
+        if not rows.numel() or rows.nbytes > MAX_BYTES or self._must_clear:
             return None
         try:
             (found,) = self._store.read_many([self._namespace + key], [_bytes_of(rows)])
@@ -72,7 +72,10 @@ class RowStore:
         self._start_next()
 
     def clear(self) -> None:
-        """Delete the rows of this model's images on disk in the background, also those that are being written."""
+        """Delete the rows of this model's images on disk in the background, also those that are being written.
+
+        Until they are deleted, `read` finds none. A deletion that fails is repeated before the next write.
+        """
         self._waiting.clear()
         self._must_clear = True
         self._start_next()
@@ -81,8 +84,9 @@ class RowStore:
         """Wait until what is queued is done, at most a few seconds."""
         give_up_at = time.monotonic() + _FLUSH_WAIT_S
         self._start_next()
-        while self._is_busy and time.monotonic() < give_up_at:
+        while (self._is_busy or self._waiting) and time.monotonic() < give_up_at:
             self._records.wait(_POLL_S)
+            self._start_next()
 
     def _start_next(self) -> None:
         if self._is_busy:
@@ -90,7 +94,7 @@ class RowStore:
         if self._must_clear:
             self._is_busy = self._records.delete(self._namespace, self._on_cleared)
             return
-        while self._waiting and not self._is_busy:
+        if self._waiting:  # a write that is refused is dropped; the next event starts the one after it
             write = self._waiting.popleft()
             self._is_busy = self._records.put(write.blob, write.rows.nbytes, self._on_written)
 
@@ -100,9 +104,12 @@ class RowStore:
         self._start_next()
 
     def _on_cleared(self, error: BaseException | None) -> None:
-        self._is_busy = self._must_clear = False
+        self._is_busy, self._must_clear = False, error is not None
         self._warn("deleted", error)
-        self._start_next()
+        if error is None:
+            self._start_next()
+        else:
+            self._waiting.clear()
 
     def _warn(self, what: str, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, LaneClosed) and not self._has_warned:

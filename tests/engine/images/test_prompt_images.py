@@ -192,6 +192,26 @@ def test_rows_that_wait_when_all_are_cleared_are_not_written_and_those_being_wri
         assert other.read(b"k" * 32, SHAPE, torch.float32) is not None
 
 
+def test_rows_are_not_read_until_a_deletion_that_failed_was_repeated() -> None:
+    rows = torch.randn(SHAPE)
+    with MemoryStore(1 << 20) as store:
+        own = RowBed(store).rows(b"a model")
+        own.write(b"k" * 32, rows, b"")
+        own.flush()
+        deletes = store.delete
+        store.delete = _failing  # type: ignore[method-assign]
+        own.clear()
+        own.flush()
+        assert own.read(b"k" * 32, SHAPE, rows.dtype) is None
+
+        store.delete = deletes  # type: ignore[method-assign]
+        own.write(b"l" * 32, rows, b"")
+        own.flush()
+
+        assert own.read(b"k" * 32, SHAPE, rows.dtype) is None
+        assert own.read(b"l" * 32, SHAPE, rows.dtype) is not None
+
+
 def test_a_disk_that_failed_gets_no_rows_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with MemoryStore(1 << 20) as store:
         bed = RowBed(store)
