@@ -322,7 +322,9 @@ class FuzzedEngine:
         self._patch = patch
         self._model = model
         self._adapters = adapters
-        layout = layout_of(model, BLOCK_SIZE)
+        forgets = any(group.forgets for group in layout_of(model, BLOCK_SIZE).groups)
+        retention = rng.choice([None, None, *([0, 8, 32] if forgets else [0])])
+        layout = layout_of(model, BLOCK_SIZE, state_interval=retention)
         num_device = rng.choice([15, 18, 24, 36])  # 15: the longest request alone
         num_host = rng.choice([0, 3, 10, 24, 24, 80, 80])
         self._host_bytes = layout.capacity_for(num_host, rng.choice([1, 4, 20])) if num_host else 0
@@ -341,9 +343,8 @@ class FuzzedEngine:
             "partial_blocks": rng.random() < 0.7,
             "poison": rng.random() < 0.3,
         }
-        if rng.random() < 0.3:
-            forgets = any(group.forgets for group in layout.groups)
-            self._device["retention_tokens"] = rng.choice([0, 8, 32]) if forgets else 0
+        if retention is not None:
+            self._device["retention_tokens"] = retention
         self._look_ahead = rng.choice([0.0, 0.3])
         self._max_at_once = rng.choice([2, 4, 8])
         self._budget = rng.choice([None, None, 4 * self._block_bytes])
