@@ -352,7 +352,7 @@ BUGS = [
     Bug(
         "tokens whose state was not kept count as never seen",
         "tiers/lookups.py",
-        "        if interval is not None and num_found < num_lasting:",
+        "        if self._retention.interval_tokens is not None and num_found < num_lasting:",
         "        if False:",
         "tests/engine/test_states.py::test_tokens_whose_state_is_missing_are_recomputed_for_that_reason",
     ),
@@ -4998,8 +4998,8 @@ BUGS = [
     Bug(
         "rows are read behind one that could not be had",
         "connectors/staged_disk.py",
-        "return self._disk.load(self._rows_with(part, places, names, None)) if is_whole else None",
-        "return self._disk.load(self._rows_with(part, places, names, None))",
+        "return self._disk.load(self._rows_with(part, group_id, places, names, None)) if is_whole else None",
+        "return self._disk.load(self._rows_with(part, group_id, places, names, None))",
         "tests/connectors/test_staged_failures.py",
     ),
     Bug(

@@ -76,7 +76,7 @@ def test_the_signature_of_generate_can_be_read_in_help(of: type) -> None:
 
 
 def test_an_async_llm_offers_what_callers_need_and_nothing_of_the_server() -> None:
-    names = {"close", "default_sampling", "generate", "reset_prefix_cache", "start", "statistics"}
+    names = {"chat", "close", "default_sampling", "generate", "reset_prefix_cache", "start", "statistics"}
 
     assert public_names(AsyncLLM) == names
     assert "async for chunk in llm.generate" in inspect.getdoc(AsyncLLM)

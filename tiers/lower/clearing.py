@@ -34,6 +34,7 @@ class RecordDeletion:
         """Start a new deletion. Call this when the index has just been emptied."""
         self.is_done = not self._disk.is_there
         self._has_failed = False
+        self._not_before = float("-inf")  # a pause after an error is not that of a new deletion
         self._round += 1
         self._disk.rewind_index()
 

@@ -98,6 +98,19 @@ def test_what_is_written_meanwhile_stays(bed: Bed) -> None:
     assert bed.disk.num_held(0, [name(0), name(20), name(21)]) == 3
 
 
+def test_a_new_deletion_does_not_wait_for_the_rest_after_an_error_of_the_last_one(bed: Bed) -> None:
+    bed.store.fails = True
+    for _ in range(30):
+        bed.turn()
+    assert bed.clearing.is_failing
+
+    bed.store.fails = False
+    bed.clearing.begin()
+    bed.clear()
+
+    assert set(bed.store.keys()) == bed.keys([])
+
+
 def test_what_could_not_be_deleted_is_after_a_rest(bed: Bed) -> None:
     bed.store.fails = True
     for _ in range(30):
