@@ -25,7 +25,7 @@ from kvtier.extras import MissingExtra
 from kvtier.server.documents.documents import documents_path, persistence_advice
 from kvtier.server.settings_without_effect import settings_without_effect
 from kvtier.store.lmdb.data_file import capacity_within, max_bytes
-from kvtier.tiers.naming.retention import Retention
+from kvtier.tiers.naming.retention import QUESTION_TOKENS, Retention
 from kvtier.web.api_keys import ApiKeys
 
 MIN_SLOTS = {"device": MIN_DEVICE_SLOTS, "host": 1, "disk": MIN_BLOCKS}  # of each attention group
@@ -166,7 +166,8 @@ def _share(config: Config, skeleton: PreTrainedModel, layout: PagedLayout) -> Gp
 
 def _kept_states(interval: int | None) -> str:
     every = f"every {interval:,} tokens, " if interval else ""
-    return f"kept {every}at ends of prompts and answers, 128 tokens before ends of prompts, and where prompts diverge"
+    ends = f"at ends of prompts and answers, {QUESTION_TOKENS} tokens before ends of prompts"
+    return f"kept {every}{ends}, and where prompts diverge"
 
 
 def _tier_sizes(config: Config, share: GpuShare | None, layout: PagedLayout) -> Iterator[TierSize]:

@@ -378,6 +378,13 @@ BUGS = [
         "tests/tiers/test_prefix_cache.py::test_blocks_of_a_group_that_forgets_are_looked_up_many_at_once",
     ),
     Bug(
+        "a remote tier is asked for blocks that are here, because another group lacks its own",
+        "tiers/prompt_search.py",
+        "        return self.first_hole(group_id, 0, end) if was_cut else found.num_found",
+        "        return found.num_found",
+        "tests/tiers/lower/remote/test_remote_tier.py",
+    ),
+    Bug(
         "a batch of states is read from its wrong end",
         "tiers/prompt_search.py",
         "start - self._batch.start : end - self._batch.start",

@@ -95,7 +95,7 @@ class Lookups:
             if group.attention.forgets:  # no hit that is longer than the one without slow tiers reads earlier blocks
                 start = group.attention.first_needed(num_found + self._alignment)
             else:
-                start = search.first_hole(group.id, 0, end)
+                start = search.num_held(group.id, end)
             if start < end:
                 names = chain.names_of(group.block_size, range(start, end))
                 inquiries.append(self._residency.lower.hints.inquire(group.id, names))

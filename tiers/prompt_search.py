@@ -30,6 +30,15 @@ class PromptSearch:
         lasting = [group for group in self._residency.groups if not group.attention.forgets]
         return min((self.located[group.id][1].num_found * group.block_size for group in lasting), default=0)
 
+    def num_held(self, group_id: int, end: int) -> int:
+        """Return how many of the first *end* blocks come before the first that a group without forgetting lacks.
+
+        The group was searched before. It is searched again only if the range was shorter, and had no hole.
+        """
+        _, found = self.located[group_id]
+        was_cut = found.num_found == len(found.device_slots) < end
+        return self.first_hole(group_id, 0, end) if was_cut else found.num_found
+
     def first_hole(self, group_id: int, start: int, end: int) -> int:
         """Return the first block from *start* to *end* - 1 that the group lacks, or *end* if it lacks none."""
         if group_id in self._kept:

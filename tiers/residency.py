@@ -211,7 +211,8 @@ class Residency:
         is_below = group.pool.find_all(names) == ABSENT
         places = self.lower.find(group.id, names_at(names, np.flatnonzero(is_below)))
         counts = Counter({Tier.DEVICE: len(names) - len(places)})
-        for place, number in zip(*np.unique(np.minimum(places, 0), return_counts=True), strict=True):
+        kinds = np.minimum(places, 0)  # 0 for every host slot
+        for place, number in zip(*np.unique(kinds, return_counts=True), strict=True):
             if (tier := TIER_OF.get(int(place), Tier.HOST)) is not None:
                 counts[tier] += int(number)
         return counts

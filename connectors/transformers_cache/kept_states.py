@@ -6,10 +6,8 @@ import torch
 
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache
 from kvtier.engine.model.state_layers import StateLayers, StateSlab
+from kvtier.tiers.naming.retention import QUESTION_TOKENS
 
-# A question at the end of a prompt is assumed to be at most this long. The state before it is kept for prompts that ask
-# another question about the same text.
-QUESTION_TOKENS = 128
 MAX_CHUNK_TOKENS = 2048  # limits the memory of a pass over a part of the prompt
 
 

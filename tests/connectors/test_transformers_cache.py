@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from damaged_files import damage
-from small_models import COMMON, MODELS, MORE_MODELS, VOCAB, build
+from generated_prompts import NUM_TOKENS, opened, prompt_of
+from small_models import COMMON, MODELS, MORE_MODELS, build
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -26,21 +27,10 @@ from kvtier.connectors.transformers_cache.row_layout import RowLayout
 pytestmark = pytest.mark.long
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 300
 NUM_NEW = 24
 WHOLE = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 TOLERANCE = 1e-4  # of the largest logit: what is computed in other pieces is rounded otherwise
 GREEDY = {"max_new_tokens": NUM_NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-
-
-def prompt_of(seed: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
-    return torch.randint(VOCAB, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def opened(folder: Path, model: PreTrainedModel, **options: Any) -> Iterator[KVTierCache]:
-    with KVTierCache.open(folder / "store", model, capacity="64MiB", read_timeout_s=60, **options) as cache:
-        yield cache
 
 
 @dataclass

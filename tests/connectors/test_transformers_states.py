@@ -1,15 +1,13 @@
 """KVTierCache and models with recurrent or convolution states: a prompt resumes only where its own state was stored."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from damaged_files import damage
-from small_models import COMMON, VOCAB
+from generated_prompts import NUM_TOKENS, opened, prompt_of
+from small_models import COMMON
 from state_models import FAMILIES, build_states
 from transformers import DynamicCache, JambaConfig, JambaForCausalLM, PreTrainedModel
 
@@ -19,7 +17,6 @@ from kvtier.connectors.transformers_cache.kept_states import chunk_ends, places_
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 300
 NUM_NEW = 24
 TOLERANCE = 1e-4  # of the largest logit, between results of the same passes
 GREEDY = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
@@ -30,20 +27,9 @@ BEFORE_QUESTION = 160  # the end of the last full block before the last 128 toke
 ANSWER_END = 320  # the end of the last full block of such a prompt with its answer
 
 
-def prompt_of(seed: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
-    # Some of the models take token 0 for padding, so the tests give `generate` a mask.
-    return torch.randint(VOCAB, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture
 def model() -> PreTrainedModel:
     return build_states("Qwen3Next")
-
-
-@contextmanager
-def opened(folder: Path, model: PreTrainedModel, **options: Any) -> Iterator[KVTierCache]:
-    with KVTierCache.open(folder / "store", model, capacity="64MiB", read_timeout_s=60, **options) as cache:
-        yield cache
 
 
 @dataclass

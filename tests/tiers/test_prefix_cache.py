@@ -837,7 +837,7 @@ class CountingChain(BlockChain):
 
 @pytest.mark.parametrize("groups", [FULL_AND_STATE, (FullAttention(16), SlidingWindow(16, 18))])
 def test_blocks_of_a_group_that_forgets_are_looked_up_many_at_once(groups: Sequence[AttentionGroup]) -> None:
-    """Of 600 states only the early one at block 9 is left; of the window's blocks all but each second one of those."""
+    """A hit of ten blocks is found in few lookups. Of the later blocks, the group has none or only every second one."""
     desk = Desk(groups, num_slots=602)
     token_ids = text(1, 602 * 16)
     reader = desk.enter(token_ids, stops=[160])

@@ -44,7 +44,7 @@ def test_a_bomb_is_refused(data: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def growths() -> dict[str, list[tuple[str, int, str]]]:
-    """What each hostile file is, the growth of its process's resident memory, and the error, by kind of file."""
+    """Prepare hostile files in a process of their own. Return, by kind, the files, their growth and their errors."""
     root = Path(hostile_images.__file__).parents[2]
     paths = os.pathsep.join([str(root), str(root / "tests" / "support")])
     # Memory of 64 KiB or more is mapped by itself, so that it leaves the process as soon as it is freed.

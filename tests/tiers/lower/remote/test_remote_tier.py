@@ -11,6 +11,7 @@ from small_cache import BLOCK_SIZE, DOCUMENT, compute_and_leave, world
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.store.remote.sealed_remote import SealedRemote
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.lower.name_set import block_key
 from kvtier.tiers.lower.remote.inquiries import ANSWER_S
@@ -18,7 +19,7 @@ from kvtier.tiers.lower.remote.presence import ABSENT_LASTS_S, LASTS_S
 from kvtier.tiers.lower.remote.remote_statistics import RemoteStatistics, remote_of_all
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import EvictionCause, Reason, Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.transfer_engine import Route
@@ -152,6 +153,22 @@ def test_a_group_that_forgets_is_asked_only_for_what_a_longer_hit_reads() -> Non
 
     # Five new blocks of each group, and the block before them, which the window reads after one more block.
     assert remote(w).usage.num_questions == num_questions + 5 + 6
+
+
+def test_blocks_of_one_group_are_not_asked_for_because_another_group_lacks_its_own() -> None:
+    groups = [FullAttention(BLOCK_SIZE), FullAttention(BLOCK_SIZE)]
+    w = World(groups, [64, 64], 60, 40, MemoryStore(0), random.Random(1), remote=SealedRemote(MemoryRemote({})))
+    ask(w, "a")
+    assert w.host is not None
+    for slots in (w.cache.residency.groups[0].slots, w.host[0]):
+        found = slots.pool.find_all(w.names("a", DOCUMENT)[4:])
+        slots.evict(found[found != ABSENT], EvictionCause.ROOM)
+    num_questions = remote(w).usage.num_questions
+
+    w.cache.lookups.inquire(w.chain("a", DOCUMENT + 1), DOCUMENT + 1)
+    w.settle()
+
+    assert remote(w).usage.num_questions == num_questions + NUM_BLOCKS - 4
 
 
 def test_what_could_not_be_asked_is_asked_again_at_once() -> None:
