@@ -12,8 +12,12 @@ from pathlib import Path
 
 import mounts
 import pytest
+import torch
 from mounts import Mount, mounting
 from open_files import open_files
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which any module of models does
 
 MAX_LEFT = 16  # descriptors that a module leaves: what its last test is still given, and what a process opens once
 

@@ -1,14 +1,9 @@
 """Fixtures of tests that run models: their conftest imports them."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does
-
 from small_models import build
 from transformers import PreTrainedModel
 
