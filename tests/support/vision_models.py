@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 from small_models import byte_tokenizer
-from state_models import ALTERNATING, LINEAR
+from state_models import ALTERNATING, EXPERTS, LINEAR
 from transformers import (
     AutoModelForImageTextToText,
     BaseImageProcessor,
@@ -17,7 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolVLMConfig,
 )
 
@@ -44,11 +46,15 @@ SPECIAL = [
     *TILES,
 ]
 FAMILIES = ("smolvlm", "qwen2_5_vl", "qwen3_vl")
+WITH_STATES = ("qwen3_5", "qwen3_5_moe")
+OF_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 IN_PROMPT = {  # what a prompt has for an image
     "smolvlm": "<image>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_5_vl": OF_QWEN,
+    "qwen3_vl": OF_QWEN,
+    "qwen3_vl_moe": OF_QWEN,
+    "qwen3_5": OF_QWEN,
+    "qwen3_5_moe": OF_QWEN,
 }
 # As models ship it: parts of a message are texts and images.
 TEMPLATE = """\
@@ -119,13 +125,18 @@ def _config(family: str, token_id: Any) -> PreTrainedConfig:
         vision = {**SEEN, "window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=vision, **ids)
     vision = {**SEEN, "spatial_merge_size": 2, "num_position_embeddings": 64}
-    if family == "qwen3_5":  # recurrent states in every second layer
+    if family in WITH_STATES:  # in every second layer
         text = {**TEXT, **LINEAR, "num_hidden_layers": 4, "layer_types": ALTERNATING}
         rope = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True}
-        return Qwen3_5Config(text_config={**text, "rope_parameters": rope}, vision_config=vision, **ids)
+        if family == "qwen3_5_moe":
+            text |= {**EXPERTS, "shared_expert_intermediate_size": 32}
+        kind = Qwen3_5MoeConfig if family == "qwen3_5_moe" else Qwen3_5Config
+        return kind(text_config={**text, "rope_parameters": rope}, vision_config=vision, **ids)
     vision["deepstack_visual_indexes"] = [0, 1]
-    rope = {**ROPE, "mrope_interleaved": True}
-    return Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **ids)
+    text = {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True}}
+    if family == "qwen3_vl_moe":
+        return Qwen3VLMoeConfig(text_config={**text, **EXPERTS}, vision_config=vision, **ids)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
 
 
 def _processor(family: str) -> BaseImageProcessor:

@@ -1,11 +1,11 @@
-"""Qwen3.5, with recurrent states and M-RoPE: prompts with images get the tokens of plain transformers."""
+"""Qwen3.5 has recurrent states and M-RoPE: prompts with images get the tokens of plain transformers."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_image_answers import BLOCK_SIZE, GREEDY, NUM_NEW, SIZE, asked, llm_of, push_down
-from vision_models import VisionModel, build_vision, picture, plain_answer
+from vision_models import WITH_STATES, VisionModel, build_vision, picture, plain_answer
 
 from kvtier import LLM, ImagePrompt
 from kvtier.engine.config import as_config
@@ -13,9 +13,10 @@ from kvtier.server.plan import make_plan
 from kvtier.tiers.naming.tier import Tier
 
 
-@pytest.fixture
-def seen() -> VisionModel:
-    return build_vision("qwen3_5")
+# Most tests run with the dense model; `make test-slow` runs them with experts too.
+@pytest.fixture(params=["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def seen(request: pytest.FixtureRequest) -> VisionModel:
+    return build_vision(request.param)
 
 
 def tables(folder: Path, device: str = "8MiB", host: str = "16MiB") -> dict[str, Any]:
@@ -27,6 +28,7 @@ def tables(folder: Path, device: str = "8MiB", host: str = "16MiB") -> dict[str,
     }
 
 
+@pytest.mark.parametrize("seen", WITH_STATES, indirect=True)
 def test_tokens_are_those_of_plain_transformers_from_every_tier(seen: VisionModel, tmp_path: Path) -> None:
     prompt, other = asked(seen, 1), asked(seen, 2)
     expected = plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)

@@ -39,9 +39,13 @@ def image_block(image: Image.Image) -> dict[str, object]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-@pytest.fixture(scope="module")
-def seen() -> VisionModel:
-    return build_vision("qwen3_vl")
+# The other one has experts, and recurrent states in addition to keys and values.
+BOTH = pytest.mark.parametrize("seen", ["qwen3_vl", "qwen3_5_moe"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl"])
+def seen(request: pytest.FixtureRequest) -> VisionModel:
+    return build_vision(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,7 @@ def chat(server: ServerInThread, content: object, **others: object) -> openai.ty
     )
 
 
+@BOTH
 def test_openais_client_asks_about_two_images_among_texts(seen: VisionModel, server: ServerInThread) -> None:
     first, second = picture(1, *SIZE), picture(2, 64, 48)
     content = [{"type": "text", "text": "This "}, image_part(first), {"type": "text", "text": " or "}]
@@ -91,6 +96,7 @@ def test_the_second_question_about_an_image_is_a_hit_and_another_image_is_not(se
     assert max(cold, other) < 16
 
 
+@BOTH
 def test_anthropics_client_sends_an_image_and_counts_its_tokens(seen: VisionModel, server: ServerInThread) -> None:
     image = picture(3, *SIZE)
     messages = [{"role": "user", "content": [image_block(image), {"type": "text", "text": "What?"}]}]
@@ -104,6 +110,7 @@ def test_anthropics_client_sends_an_image_and_counts_its_tokens(seen: VisionMode
     assert counted.input_tokens == total
 
 
+@BOTH
 def test_a_tool_result_and_the_responses_api_may_have_images(seen: VisionModel, server: ServerInThread) -> None:
     image = picture(4, *SIZE)
     content = [{"type": "input_text", "text": "See "}, {"type": "input_image", "image_url": data_url(image)}]
