@@ -107,22 +107,23 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
 
     config = PeftConfig.from_pretrained(str(folder))
     _check_plain(config)
-    skeleton = _without_weights(model)
+    weights = load_peft_weights(str(folder), device="cpu")
+    base = _base_of(weights, model)
+    skeleton = base.skeleton
     inject_adapter_in_model(config, skeleton, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
     layers: dict[str, Linear] = {}
     for name, module in skeleton.named_modules():
         if type(module) is Linear and not module.lora_variant and not module.lora_bias[_ADAPTER]:
-            layers[name] = module
+            layers[base.name_in_model(name)] = module
             module.lora_A.to_empty(device="cpu")
             module.lora_B.to_empty(device="cpu")
         elif isinstance(module, BaseTunerLayer):
             raise UnusableLora(
                 f"its part for {name} is no plain LoRA of a linear layer, which is the only kind that kvtier supports"
             )
-    weights = load_peft_weights(str(folder), device="cpu")
     # If the output layer is a target, peft has saved its base weights too.
     for name in [name for name in weights if ".lora_" not in name]:
-        _check_same(model, name, weights.pop(name))
+        _check_same(model, base.name_in_model(_layer_name(name)), weights.pop(name))
     result: Any = set_peft_model_state_dict(skeleton, weights, adapter_name=_ADAPTER)  # torch's _IncompatibleKeys
     foreign = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{_ADAPTER}." in key)]
     if foreign:
@@ -137,6 +138,60 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
         )
         for name, layer in layers.items()
     }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Base:
+    """A model without weights into which peft injects an adapter, and its names for the parts of the whole model.
+
+    *prefixes* has the names' beginnings in the whole model, by those in *skeleton*.
+    """
+
+    skeleton: torch.nn.Module
+    prefixes: Mapping[str, str]
+
+    def name_in_model(self, name: str) -> str:
+        """Return the name that a layer or weight of the skeleton has in the whole model."""
+        for prefix, in_model in self.prefixes.items():
+            if name == prefix or name.startswith(f"{prefix}."):
+                return in_model + name[len(prefix) :]
+        return name
+
+
+class _TextLayers(torch.nn.Module):
+    """The text layers of a model with an image encoder, under their names in the class without an encoder."""
+
+    base_model_prefix = "model"  # where peft looks for the decoder
+
+    def __init__(self, decoder: torch.nn.Module, output: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = decoder
+        self.lm_head = output
+        self.config = decoder.config
+
+
+def _base_of(weights: Mapping[str, torch.Tensor], model: PreTrainedModel) -> _Base:
+    """Return the skeleton whose layers have the names of an adapter's *weights*.
+
+    This is the whole model, or its text layers if the adapter was trained on the model's class without an encoder. If
+    both lack one of the names, the whole model is returned.
+    """
+    whole = _without_weights(model)
+    names = {name for name, _ in whole.named_modules()}
+    wanted = {_layer_name(name) for name in weights if ".lora_" in name}
+    decoder, output = whole.get_decoder(), whole.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if wanted <= names or decoder is whole or output is None:
+        return _Base(whole, {})
+    text = _TextLayers(decoder, output)
+    if not wanted <= {name for name, _ in text.named_modules()}:
+        return _Base(whole, {})
+    in_model = {module: name for name, module in whole.named_modules()}
+    return _Base(text, {"model": in_model[decoder], "lm_head": in_model[output]})
+
+
+def _layer_name(name: str) -> str:
+    """Return the name of the layer, or else of the base weights, to which peft's weights of this *name* belong."""
+    return name.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer.", ".")
 
 
 def _check_plain(config: "PeftConfig") -> None:
@@ -163,8 +218,7 @@ def _check_plain(config: "PeftConfig") -> None:
 
 
 def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
-    """Raise `UnusableLora` if base weights that were saved with the adapter differ from the model's."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    """Raise `UnusableLora` if base weights that were saved with the adapter differ from the model's *name*."""
     own = dict(model.named_parameters(remove_duplicate=False)).get(name)
     # A model without weights (`kvtier serve --check-config`) can only be compared by shape.
     is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
