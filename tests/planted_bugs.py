@@ -567,6 +567,27 @@ BUGS = [
         "tests/connectors/test_transformers_states.py::test_the_state_after_guessed_tokens_that_were_taken_back_is_not_stored",
     ),
     Bug(
+        "a prompt of KVTierCache resumes from a state that is one interval old",
+        "connectors/transformers_cache/kept_states.py",
+        "                yield place, self._at[place].blocks",
+        "                yield place, self._at[min(self._at)].blocks",
+        "tests/connectors/test_transformers_states.py::test_a_prompt_resumes_from_its_own_state_and_not_from_that_of_another_one_of_equal_length",
+    ),
+    Bug(
+        "KVTierCache gives a block the index keys of the block before it",
+        "connectors/transformers_cache/prompt_cache.py",
+        "keeping.update_indexer(loaded.index_keys)",
+        "keeping.update_indexer(loaded.index_keys.roll(16, dims=1))",
+        "tests/connectors/test_transformers_index_keys.py",
+    ),
+    Bug(
+        "KVTierCache stores rows whose index keys have the place of another block",
+        "connectors/transformers_cache/row_layout.py",
+        "            view.copy_(self._by_block(tensor))",
+        "            view.copy_(self._by_block(tensor).roll(int(view.shape[-1] == 32), dims=0))",
+        "tests/connectors/test_transformers_index_keys.py::test_a_row_gives_back_the_index_keys_of_each_block_in_the_layers_that_have_them",
+    ),
+    Bug(
         "KVTierCache keeps no state before the question at the end of a prompt",
         "connectors/transformers_cache/kept_states.py",
         "(num_held_tokens, end - QUESTION_TOKENS, end)",

@@ -203,7 +203,7 @@ class KVTierCache:
             if slab is None:  # its block cannot be read
                 num_blocks -= 1
                 continue
-            prefix = self._empty(num_blocks * size)
+            prefix = self._layout.empty(num_blocks * size, self._model.device)
 
             def take(places: range, rows: Rows, prefix: list[KeysAndValues] = prefix) -> None:
                 self._layout.read(torch.from_numpy(rows), _cut(prefix, places.start * size, places.stop * size))
@@ -322,18 +322,6 @@ class KVTierCache:
             outcomes.append(number <= num_held and self._disk.store([name], None, fill, STATES)[0])
         return sum(outcomes), len(outcomes) - sum(outcomes)
 
-    def _empty(self, num_tokens: int) -> list[KeysAndValues]:
-        """Return uninitialized keys and values for *num_tokens* tokens."""
-        return [
-            KeysAndValues(
-                *(
-                    torch.empty(shape.num_heads, num_tokens, dim, dtype=shape.dtype, device=self._model.device)
-                    for dim in (shape.key_dim, shape.value_dim)
-                )
-            )
-            for shape in filter(None, self._layout.shapes)
-        ]
-
 
 def _cut(layers: list[KeysAndValues], start: int, end: int) -> list[KeysAndValues]:
-    return [KeysAndValues(layer.keys[:, start:end], layer.values[:, start:end]) for layer in layers]
+    return [layer.cut(start, end) for layer in layers]

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvtier.connectors.transformers_cache.prompt_cache import PromptCache, compute
-from kvtier.connectors.transformers_cache.row_layout import KeysAndValues, LayerShape, RowLayout
+from kvtier.connectors.transformers_cache.row_layout import LayerShape, RowLayout
 from kvtier.engine.model.check import EXACT, RESUMED, TOLERANCE
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
@@ -16,6 +16,7 @@ from kvtier.engine.model.state_layers import StateSlab
 
 SMALL_BLOCK = 16
 NUM_TOKENS = 20 * LIMIT + 10  # length of a miniature's prompt, far beyond the usual limit in a miniature
+PARTS = ("keys", "values", "index keys")
 SPLITS = (SMALL_BLOCK, 5 * SMALL_BLOCK, 18 * SMALL_BLOCK)
 
 
@@ -65,8 +66,8 @@ def _check_miniature(model: PreTrainedModel) -> None:
     tolerance = RESUMED if layout.states.tensors else EXACT
     for split, prefix in zip(splits, prefixes, strict=True):
         for mine, of_long in zip(prefix.kept(0, split), cache.kept(0, split), strict=True):
-            _compare(model, "keys of a prefix", mine.keys, of_long.keys, tolerance)
-            _compare(model, "values of a prefix", mine.values, of_long.values, tolerance)
+            for what, part, expected in zip(PARTS, mine.parts, of_long.parts, strict=False):
+                _compare(model, f"{what} of a prefix", part, expected, tolerance)
         resumed = _resumed(small, layout, cache, prefix, token_ids, split)
         _compare(model, "logits after a prefix", resumed, logits[split:], tolerance)
 
@@ -93,7 +94,7 @@ def _resumed(
     num_blocks = split // layout.block_size
     rows = torch.empty(num_blocks, layout.row_bytes, dtype=torch.uint8)
     layout.write(rows, computed.kept(0, split))
-    prefix = [KeysAndValues(*map(torch.empty_like, layer)) for layer in computed.kept(0, split)]
+    prefix = layout.empty(split, model.device)
     layout.read(rows, prefix)
     cache = PromptCache(model.config)
     slab = StateSlab(1, layout.states, model.device)
@@ -110,6 +111,11 @@ def _logits(model: PreTrainedModel, cache: PromptCache, token_ids: list[int]) ->
 
 
 def _shapes(cache: PromptCache) -> Sequence[LayerShape | None]:
+    if any(getattr(layer, "indexer_position_ids", None) is not None for layer in cache.layers):
+        raise UnsupportedModel(
+            "the model keeps the positions of all tokens beside its index keys, and KVTierCache does not; "
+            "use a model that keeps index keys alone"
+        )
     kept = iter(cache.kept(0, 1))
     return [LayerShape.of(layer, next(kept)) if isinstance(layer, DynamicLayer) else None for layer in cache.layers]
 

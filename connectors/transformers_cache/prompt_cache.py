@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -58,8 +59,9 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-ca
         self._pieces = []
 
     def _joined(self, start: int, end: int | None) -> KeysAndValues:
-        keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*self._pieces, strict=True))
-        return KeysAndValues(keys[:, start:end], values[:, start:end])
+        pieces = zip(*(piece.parts for piece in self._pieces), strict=True)
+        whole = KeysAndValues(*(torch.cat(tensors, dim=-2) for tensors in pieces))
+        return whole.cut(start, whole.keys.shape[-2] if end is None else end)
 
 
 class KeptSlidingLayerWithStates(  # type: ignore[misc, no-untyped-call, override]  # transformers' own bases differ
@@ -89,13 +91,14 @@ class PromptCache(DynamicCache):
         """Create an empty cache from the *config* of the model, or of its text part.
 
         Raises:
-            UnsupportedModel: If a layer keeps anything other than keys, values and states, or if no layer keeps keys
-                and values.
+            UnsupportedModel: If a layer keeps anything other than keys, values, index keys and states, or if no layer
+                keeps keys and values.
         """
         super().__init__(config=config)
         self.num_loaded_tokens = 0
         self.num_given_tokens = 0
         self.on_update: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None  # called before each update
+        self.on_index: Callable[[torch.Tensor, int], None] | None = None  # called before each update of index keys
         self.on_state: Callable[[], None] | None = None  # called before each access to a state
         self.layers = [_keeping(layer) for layer in self.layers]
         if not self.keeping_layers:
@@ -111,6 +114,12 @@ class PromptCache(DynamicCache):
         if self.on_update is not None:
             self.on_update(key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """See `DynamicCache`."""
+        if self.on_index is not None:
+            self.on_index(indexer_key_states, layer_idx)
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """See `DynamicCache`."""
@@ -176,6 +185,9 @@ class PromptCache(DynamicCache):
                 keeping.begin_with(loaded)
             else:
                 keeping.update(loaded.keys[None], loaded.values[None])
+            if loaded.index_keys is not None:
+                assert isinstance(keeping, DynamicIndexedLayer)
+                keeping.update_indexer(loaded.index_keys)
         self.num_loaded_tokens = self.num_given_tokens = self.get_seq_length()
 
     def _report_state(self) -> None:
@@ -215,11 +227,18 @@ def _keeping(layer: Layer) -> Layer:
         return KeptSlidingLayer(layer.sliding_window)
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return KeptSlidingLayerWithStates(layer.sliding_window, layer.number_of_states)
-    if type(layer) in (DynamicLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
+    if type(layer) in (
+        DynamicLayer,
+        DynamicIndexedLayer,
+        DummyLayer,
+        LinearAttentionLayer,
+        LinearAttentionAndFullAttentionLayer,
+    ):
         return layer
     raise UnsupportedModel(
-        f"a {type(layer).__name__} keeps more than keys, values and states, so a prompt cannot continue from a stored "
-        "prefix; use a model with full attention, sliding windows, or recurrent or convolution states"
+        f"a {type(layer).__name__} keeps more than keys, values, index keys and states, so a prompt cannot continue "
+        "from a stored prefix; use a model with full attention, index keys, sliding windows, or recurrent or "
+        "convolution states"
     )
 
 
@@ -228,4 +247,7 @@ def _kept(layer: DynamicLayer, start: int, end: int) -> KeysAndValues:
         return layer.kept(start, end)
     assert layer.keys is not None
     assert layer.values is not None
-    return KeysAndValues(layer.keys[0, :, start:end], layer.values[0, :, start:end])
+    index_keys = (
+        layer.indexer_keys if isinstance(layer, DynamicIndexedLayer) else None
+    )  # None if a layer has no indexer
+    return KeysAndValues(layer.keys[0], layer.values[0], index_keys).cut(start, end)

@@ -8,23 +8,38 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.state_layers import StateKey, StateLayers, StateSlab
 from kvtier.tiers.naming.groups import RecurrentState
 from kvtier.tiers.naming.namespace import GroupGeometry, StateGeometry
 
 
 class KeysAndValues(NamedTuple):
-    """The keys and values of one layer, for some tokens of one sequence."""
+    """The keys and values of one layer, for some tokens of one sequence.
+
+    A layer that chooses the keys that it reads has index keys too.
+    """
 
     keys: torch.Tensor  # [num_heads, num_tokens, key_dim]
     values: torch.Tensor  # [num_heads, num_tokens, value_dim]
+    index_keys: torch.Tensor | None = None  # [1, num_tokens, index_dim]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors that the layer has, in order."""
+        return [part for part in self if part is not None]
+
+    def cut(self, start: int, end: int) -> "KeysAndValues":
+        """Return views of the tokens *start* to before *end*."""
+        return KeysAndValues(*(part[:, start:end] for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """The shape of a layer's keys and values for a token.
 
-    *window* is the size of the layer's sliding window, or 0 if the layer has full attention.
+    *window* is the size of the layer's sliding window, or 0 if the layer has full attention. *index_dim* is the width
+    of the layer's index key, or 0 if it has none.
     """
 
     num_heads: int
@@ -32,19 +47,36 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     window: int
+    index_dim: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Number of heads and width of keys, values and, if the layer has them, index keys."""
+        index = ((1, self.index_dim),) if self.index_dim else ()
+        return ((self.num_heads, self.key_dim), (self.num_heads, self.value_dim), *index)
 
     @classmethod
     def of(cls, layer: CacheLayerMixin, kept: KeysAndValues) -> "LayerShape":
-        """Return the shape of *layer*, given the keys and values of some of its tokens."""
+        """Return the shape of *layer*, given the keys and values of some of its tokens.
+
+        Raises:
+            UnsupportedModel: If keys, values and index keys have several dtypes.
+        """
         num_heads, _, key_dim = kept.keys.shape
+        if len(dtypes := {part.dtype for part in kept.parts}) > 1:
+            raise UnsupportedModel(
+                f"a {type(layer).__name__} keeps tensors of several dtypes ({', '.join(sorted(map(str, dtypes)))}); "
+                "load the model with a single dtype"
+            )
         window = getattr(layer, "sliding_window", 0)
-        return cls(num_heads, key_dim, kept.values.shape[-1], kept.keys.dtype, window)
+        index_dim = 0 if kept.index_keys is None else kept.index_keys.shape[-1]
+        return cls(num_heads, key_dim, kept.values.shape[-1], kept.keys.dtype, window, index_dim)
 
 
 class RowLayout:
-    """The layout of a row, which holds one block: for each layer in order, its keys and then its values.
+    """The layout of a row, which holds one block: for each layer in order, its keys, its values and its index keys.
 
-    Keys and values are [num_heads, block_size, dim]. *states* are the recurrent and convolution states of the model, if
+    Each of these is [num_heads, block_size, dim]. *states* are the recurrent and convolution states of the model, if
     it has any. They are stored apart, in a row of `states.slot_bytes` (see `StateSlab`).
     """
 
@@ -56,8 +88,8 @@ class RowLayout:
         self._spans: list[tuple[int, torch.dtype, tuple[int, int, int]]] = []
         end = 0
         for shape in filter(None, shapes):
-            for dim in (shape.key_dim, shape.value_dim):
-                block = (shape.num_heads, block_size, dim)
+            for num_heads, dim in shape.parts:
+                block = (num_heads, block_size, dim)
                 end += -end % shape.dtype.itemsize
                 self._spans.append((end, shape.dtype, block))
                 end += prod(block) * shape.dtype.itemsize
@@ -71,13 +103,22 @@ class RowLayout:
             GroupGeometry(
                 f"window {shape.window}, {shape.dtype}",
                 tuple(layer_id for layer_id, other in enumerate(self.shapes) if other == shape),
-                ((shape.num_heads, shape.key_dim), (shape.num_heads, shape.value_dim)),
+                shape.parts,
             )
             for shape in shapes
         ]
         if self.states.tensors:
             groups.append(StateGeometry(repr(RecurrentState(self.block_size)), self.states.described))
         return tuple(groups)
+
+    def empty(self, num_tokens: int, device: torch.device) -> list[KeysAndValues]:
+        """Return uninitialized tensors for *num_tokens* tokens of each layer with keys and values of its own."""
+        return [
+            KeysAndValues(
+                *(torch.empty(heads, num_tokens, dim, dtype=shape.dtype, device=device) for heads, dim in shape.parts)
+            )
+            for shape in filter(None, self.shapes)
+        ]
 
     def states_in(self, slab: StateSlab) -> list[tuple[StateKey, torch.Tensor]]:
         """Return the states in *slab*, which has one slot, each as [1, *shape]."""
@@ -108,7 +149,7 @@ class RowLayout:
     def _views(
         self, rows: torch.Tensor, layers: Sequence[KeysAndValues]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        tensors = (tensor for layer in layers for tensor in layer)
+        tensors = (tensor for layer in layers for tensor in layer.parts)
         for (start, dtype, block), tensor in zip(self._spans, tensors, strict=True):
             span = rows[:, start : start + prod(block) * dtype.itemsize]
             yield span.view(dtype).view(len(rows), *block), tensor

@@ -85,7 +85,7 @@ class WatchedPasses:
         return token_ids[: self._cache.get_seq_length()][: self._closed_at]
 
     def __enter__(self) -> Self:
-        self._cache.on_update = self._entering
+        self._cache.on_update, self._cache.on_index = self._entering, self._entering_index
         self._cache.on_state = self._using_state
         self._handles = [
             self._model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -96,7 +96,7 @@ class WatchedPasses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cache.on_update = self._cache.on_state = None
+        self._cache.on_update = self._cache.on_index = self._cache.on_state = None
         for handle in self._handles:
             handle.remove()
 
@@ -156,6 +156,20 @@ class WatchedPasses:
             self._close_or_refuse(running.start, f"its keys are {keys.dtype} on {keys.device}")
         elif keys.shape[-2] != len(running.token_ids):
             self._close(running.start, "a layer kept a different number of tokens than the pass has")
+
+    def _entering_index(self, index_keys: torch.Tensor, layer_id: int) -> None:
+        """Check index keys before a layer adds them to the cache."""
+        running = self._running
+        if running is None or running.thread != threading.get_ident():
+            self._close_at_unseen()
+            return
+        shape = self._shapes[layer_id] if layer_id < len(self._shapes) else None
+        if shape is None or index_keys.dtype != shape.dtype or index_keys.shape[-1] != shape.index_dim:
+            self._close_or_refuse(
+                running.start, f"its index keys are {index_keys.dtype} of width {index_keys.shape[-1]}"
+            )
+        elif index_keys.shape[-2] != len(running.token_ids):
+            self._close(running.start, "a layer kept a different number of index keys than the pass has tokens")
 
     def _using_state(self) -> None:
         """Check that a pass may read or write a state."""

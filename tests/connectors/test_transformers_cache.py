@@ -77,10 +77,7 @@ def assert_equal(answer: Answer, expected: Answer) -> None:
     assert (answer.logits - expected.logits).abs().max() <= TOLERANCE * expected.logits.abs().max()
 
 
-WITH_INDEX_KEYS = {"deepseek_v32"}  # which KVTierCache does not keep
-
-
-@pytest.mark.parametrize("name", [name for name in [*MODELS, *MORE_MODELS] if name not in WITH_INDEX_KEYS])
+@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
 def test_answers_are_those_of_generate_cold_cached_after_a_restart_and_for_half_a_prompt(
     tmp_path: Path, name: str
 ) -> None:

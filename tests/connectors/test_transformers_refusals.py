@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import COMMON, VOCAB, build
+from tiny_families import tiny_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -51,6 +52,10 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
             T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
         ).eval(),
         "has an encoder",
+    ),
+    "positions beside index keys": (
+        lambda: tiny_model("qwen4_exp_text").eval(),
+        "keeps the positions of all tokens beside its index keys",
     ),
     "several devices": (partly_on_another_device, r"is on several devices \(cpu, meta\)"),
     "training": (lambda: build("llama").train(), r"call its eval\(\) first"),
