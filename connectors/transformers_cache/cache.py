@@ -210,7 +210,8 @@ class KVTierCache:
 
             num_loaded = self._disk.load(chain.names[:num_blocks], take)
             if num_loaded == num_blocks or (num_loaded and not self._layout.states.tensors):
-                past.begin_with(_cut(prefix, 0, num_loaded * size), self._layout.states_in(slab))
+                num_tokens = num_loaded * size
+                past.begin_with(num_tokens, _cut(prefix, 0, num_tokens), self._layout.states_in(slab))
                 return
             num_blocks = num_loaded
 

@@ -100,7 +100,7 @@ def _resumed(
     slab = StateSlab(1, layout.states, model.device)
     if states_of is not None:
         states_of.copy_states(slab)
-    cache.begin_with(prefix, layout.states_in(slab))
+    cache.begin_with(split, prefix, layout.states_in(slab))
     return _logits(model, cache, token_ids[split:])
 
 

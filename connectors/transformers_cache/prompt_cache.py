@@ -85,14 +85,17 @@ class PromptCache(DynamicCache):
     `num_loaded_tokens` is the number of tokens that were loaded from disk before the cache was yielded.
     `num_given_tokens` is the number of all tokens that the cache had then. It is larger if the model has states,
     because `KVTierCache.prompt` computes most of such a prompt itself. Use the cache only in the `with` block.
+
+    If no layer keeps keys and values, nothing in the cache shows how many tokens it has. Then `advance_to` must be
+    called after each pass. `generate` asks a cache for its length only if some layer is not linear, and gives the model
+    the whole prompt otherwise. So such a cache says that its layers are not linear.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Create an empty cache from the *config* of the model, or of its text part.
 
         Raises:
-            UnsupportedModel: If a layer keeps anything other than keys, values, index keys and states, or if no layer
-                keeps keys and values.
+            UnsupportedModel: If a layer keeps anything other than keys, values, index keys and states.
         """
         super().__init__(config=config)
         self.num_loaded_tokens = 0
@@ -101,11 +104,37 @@ class PromptCache(DynamicCache):
         self.on_index: Callable[[torch.Tensor, int], None] | None = None  # called before each update of index keys
         self.on_state: Callable[[], None] | None = None  # called before each access to a state
         self.layers = [_keeping(layer) for layer in self.layers]
-        if not self.keeping_layers:
-            raise UnsupportedModel(
-                "all layers keep states and none keeps keys and values, and transformers' generate computes a whole "
-                "prompt with such a model, even if the cache has the state after its beginning; use kvtier's own engine"
-            )
+        self._num_counted: int | None = None if self.keeping_layers else 0  # tokens, if they must be counted
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `DynamicCache`."""
+        return super().get_seq_length(layer_idx) if self._num_counted is None else self._num_counted
+
+    def advance_to(self, num_tokens: int) -> None:
+        """Record that the states are those after *num_tokens* tokens. Has no effect if a layer has keys and values."""
+        if self._num_counted is not None:
+            self._num_counted = num_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, see `DynamicCache`.
+
+        Raises:
+            ValueError: If the cache has recurrent states, which transformers would leave as they are.
+        """
+        linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        if tokens_to_remove and any(any(layer.is_recurrent_states_initialized.values()) for layer in linear):
+            raise ValueError("tokens cannot be taken back from recurrent states; use another cache for this sequence")
+        super().crop(tokens_to_remove)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """See `DynamicCache`. All False if no layer keeps keys and values, so that `generate` skips known tokens."""
+        return super().is_linear if self._num_counted is None else [False] * len(self.layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """See `DynamicCache`. Always False, because a compiled pass would bypass the checks of `KVTierCache`."""
+        return False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -169,10 +198,13 @@ class PromptCache(DynamicCache):
         for key, state in self._states():
             slab.of(key).copy_(state)
 
-    def begin_with(self, prefix: Sequence[KeysAndValues], states: Iterable[tuple[StateKey, torch.Tensor]] = ()) -> None:
+    def begin_with(
+        self, num_tokens: int, prefix: Sequence[KeysAndValues], states: Iterable[tuple[StateKey, torch.Tensor]] = ()
+    ) -> None:
         """Add the keys and values of a loaded prefix to the empty cache, and the *states* after the prefix.
 
-        The tensor of each state has the shape [1, *shape], see `StateTensor`. It is copied.
+        The prefix has *num_tokens* tokens. The tensor of each state has the shape [1, *shape], see `StateTensor`. It is
+        copied.
         """
         for key, state in states:
             layer: Any = self.layers[key.layer_id]
@@ -188,6 +220,7 @@ class PromptCache(DynamicCache):
             if loaded.index_keys is not None:
                 assert isinstance(keeping, DynamicIndexedLayer)
                 keeping.update_indexer(loaded.index_keys)
+        self.advance_to(num_tokens)
         self.num_loaded_tokens = self.num_given_tokens = self.get_seq_length()
 
     def _report_state(self) -> None:
@@ -215,10 +248,12 @@ def compute(model: PreTrainedModel, cache: PromptCache, token_ids: torch.Tensor,
     """
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": num_logits} if "logits_to_keep" in parameters else {}
+    start = cache.get_seq_length()
+    end = start + token_ids.shape[1]
     if "position_ids" in parameters:  # without them, some models count the tokens of each pass from 0
-        start = cache.get_seq_length()
-        options["position_ids"] = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)[None]
+        options["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
     logits: torch.Tensor = model(input_ids=token_ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options).logits
+    cache.advance_to(end)
     return logits
 
 

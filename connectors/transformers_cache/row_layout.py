@@ -13,6 +13,8 @@ from kvtier.engine.model.state_layers import StateKey, StateLayers, StateSlab
 from kvtier.tiers.naming.groups import RecurrentState
 from kvtier.tiers.naming.namespace import GroupGeometry, StateGeometry
 
+EMPTY_ROW_BYTES = 8  # size of a row without keys and values
+
 
 class KeysAndValues(NamedTuple):
     """The keys and values of one layer, for some tokens of one sequence.
@@ -78,6 +80,9 @@ class RowLayout:
 
     Each of these is [num_heads, block_size, dim]. *states* are the recurrent and convolution states of the model, if
     it has any. They are stored apart, in a row of `states.slot_bytes` (see `StateSlab`).
+
+    Without keys and values, a row is a few zeros. It records that a prompt had the block, so that a state is kept where
+    a later prompt has the same prefix.
     """
 
     def __init__(self, shapes: Sequence[LayerShape | None], block_size: int, states: StateLayers) -> None:
@@ -93,7 +98,8 @@ class RowLayout:
                 end += -end % shape.dtype.itemsize
                 self._spans.append((end, shape.dtype, block))
                 end += prod(block) * shape.dtype.itemsize
-        self.row_bytes = end + -end % max((shape.dtype.itemsize for shape in filter(None, shapes)), default=1)
+        end += -end % max((shape.dtype.itemsize for shape in filter(None, shapes)), default=1)
+        self.row_bytes = end or EMPTY_ROW_BYTES
 
     @property
     def geometry(self) -> tuple[GroupGeometry | StateGeometry, ...]:
@@ -130,6 +136,8 @@ class RowLayout:
         *layers* has the blocks' keys and values, on any device. Layers without keys and values of their own are left
         out.
         """
+        if not self._spans:
+            rows.zero_()
         for view, tensor in self._views(rows, layers):
             view.copy_(self._by_block(tensor))
 

@@ -68,6 +68,7 @@ class WatchedPasses:
         self._passes: list[_Pass] = []
         self._num_known = cache.num_loaded_tokens
         self._running: _Pass | None = None
+        self._has_used_states = False  # in the running pass
         self._closed_at: int | None = None  # number of tokens before the sequence was closed
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -127,6 +128,7 @@ class WatchedPasses:
         positions = given.get("position_ids") if self._is_looked_at_later(start, num_tokens) else None
         kept = None if positions is None else positions.detach().clone()
         self._states.crop(start)
+        self._has_used_states = False
         self._running = _Pass(start, token_ids[0], kept, threading.get_ident())
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -134,6 +136,8 @@ class WatchedPasses:
         if running is None or running.thread != threading.get_ident():
             return
         self._running = None
+        if self._has_used_states:
+            self._cache.advance_to(running.end)
         length = self._cache.get_seq_length()
         if length == running.end:
             self._passes.append(running)
@@ -173,6 +177,7 @@ class WatchedPasses:
 
     def _using_state(self) -> None:
         """Check that a pass may read or write a state."""
+        self._has_used_states = True
         if self._running is None or self._running.thread != threading.get_ident():
             self._close_at_unseen()
 

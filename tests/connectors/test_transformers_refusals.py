@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     ),
     "states": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)).eval(),
-        "all layers keep states and none keeps keys and values",
+        "when the prompt continues",
     ),
     "an encoder": (
         lambda: T5ForConditionalGeneration(

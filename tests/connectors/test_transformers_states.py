@@ -49,8 +49,15 @@ def in_passes(model: PreTrainedModel, prompt: torch.Tensor, ends: list[int]) -> 
     """transformers' own cache after passes that end there."""
     past = DynamicCache(config=model.config)
     for start, end in zip([0, *ends], ends, strict=False):
-        model(prompt[:, start:end], past_key_values=past, position_ids=torch.arange(start, end)[None])
+        model(prompt[:, start:end], cache=past, position_ids=torch.arange(start, end)[None])
     return past
+
+
+def continued(model: PreTrainedModel, prompt: torch.Tensor, ends: list[int]) -> Answer:
+    """What `generate` answers after passes that end there. It gives the whole prompt to a model with states only."""
+    past, is_cut = in_passes(model, prompt, ends), type(model).__name__.removesuffix("ForCausalLM") in ONLY_STATES
+    answer = plain(model, prompt[:, ends[-1] :] if is_cut else prompt, past)
+    return Answer(torch.cat([prompt[:, : ends[-1]], answer.token_ids], dim=1), answer.logits) if is_cut else answer
 
 
 def ask(cache: KVTierCache, model: PreTrainedModel, prompt: torch.Tensor) -> Answer:
@@ -64,7 +71,7 @@ def assert_equal(answer: Answer, expected: Answer) -> None:
     assert (answer.logits - expected.logits).abs().max() <= TOLERANCE * expected.logits.abs().max()
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ONLY_STATES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_generate_cold_cached_after_a_restart_and_for_the_next_turn(
     tmp_path: Path, family: str
 ) -> None:
@@ -74,7 +81,7 @@ def test_answers_are_those_of_generate_cold_cached_after_a_restart_and_for_the_n
     expected = plain(model, prompt)
     next_turn = torch.cat([expected.token_ids, prompt_of(2, 20)], dim=1)
     one_by_one = [BEFORE_QUESTION, END, NUM_TOKENS, *range(NUM_TOKENS + 1, ANSWER_END + 1)]
-    expected_next = plain(model, next_turn, in_passes(model, next_turn, one_by_one))
+    expected_next = continued(model, next_turn, one_by_one)
 
     with opened(tmp_path, model) as cache:
         cold, cached = ask(cache, model, prompt), ask(cache, model, prompt)
@@ -104,8 +111,10 @@ def test_another_question_about_a_text_resumes_before_the_question(tmp_path: Pat
         assert_equal(answer, plain(model, question))
 
 
-def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path, model: PreTrainedModel) -> None:
-    """Their keys and values are on disk there, but the first prompt had no pass that ended there."""
+@pytest.mark.parametrize("family", ["Qwen3Next", "Mamba2"])
+def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path, family: str) -> None:
+    """Their keys and values, if there are any, are on disk there, but the first prompt had no pass that ended there."""
+    model = build_states(family)
     prompts = [torch.cat([prompt_of(1, 100), prompt_of(seed, 200)], dim=1) for seed in (2, 3, 4)]
 
     with opened(tmp_path, model) as cache:
@@ -150,6 +159,35 @@ def test_the_state_after_guessed_tokens_that_were_taken_back_is_not_stored(tmp_p
 
     assert resumed.num_loaded == 16
     assert_equal(resumed, plain(model, follow_up))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Qwen3Next", "Mamba2"])
+def test_tokens_cannot_be_taken_back_from_recurrent_states(tmp_path: Path, family: str) -> None:
+    """transformers would take them back from keys, values and convolutions only, and the next state be wrong."""
+    model, prompt = build_states(family), prompt_of(1, 33)
+    with opened(tmp_path, model) as cache, cache.prompt(prompt) as past:
+        past.activate_past_recording()
+        model(prompt[:, 32:], cache=past, position_ids=torch.tensor([[32]]))
+        past.crop(0)
+        with pytest.raises(ValueError, match="cannot be taken back from recurrent states"):
+            past.crop(-1)
+
+
+@torch.no_grad()
+def test_a_pass_that_is_not_seen_and_adds_nothing_but_states_ends_what_is_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompt = build_states("Mamba2"), prompt_of(1, 33)
+    with opened(tmp_path, model) as cache:
+        with cache.prompt(prompt) as past:
+            model.backbone(prompt_of(2, 16), cache=past)
+            model(prompt[:, 32:], cache=past)
+            model(prompt_of(3, 31), cache=past)
+        seen = cache.statistics()
+
+    assert "a pass that KVTierCache did not see" in caplog.text
+    assert (seen.stored_blocks, seen.stored_states) == (2, 1)  # of the prompt
 
 
 def test_a_damaged_state_is_found_and_the_prompt_resumes_from_an_earlier_one(
@@ -228,12 +266,8 @@ def test_no_pass_has_more_than_2048_tokens_and_one_ends_at_each_place() -> None:
     assert chunk_ends(288, [160, 288]) == []
 
 
-def test_a_model_that_keeps_only_states_or_ignores_them_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_ignores_its_states_is_refused(tmp_path: Path) -> None:
     sizes = {**COMMON, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}
     jamba = JambaForCausalLM(JambaConfig(**sizes, use_mamba_kernels=False)).eval()
-    for model, reason in (
-        (build_states("Mamba2"), "transformers' generate computes a whole prompt"),
-        (jamba, "when the prompt continues"),
-    ):
-        with pytest.raises(UnsupportedModel, match=reason):
-            KVTierCache.open(tmp_path / "store", model)
+    with pytest.raises(UnsupportedModel, match="when the prompt continues"):
+        KVTierCache.open(tmp_path / "store", jamba)
