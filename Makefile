@@ -113,7 +113,7 @@ test-slow: .venv/installed
 test-engines: .venv/installed .venv/foreign/installed .venv/sglang/installed
 	KVTIER_LMCACHE_PYTHON=$(CURDIR)/.venv/foreign/bin/python $(BIN)/pytest -q -m engines
 	.venv/sglang/bin/python -m pytest -q -m engines tests/connectors/test_sglang_storage.py \
-		tests/connectors/test_sglang_namespace.py
+		tests/connectors/test_sglang_hybrids.py tests/connectors/test_sglang_namespace.py
 
 bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python

@@ -2,10 +2,14 @@
 
 from typing import Any
 
-TESTED = ("0.5.23",)  # with its own controller and host pools, on a CPU: tests/connectors/test_sglang_storage.py
+from kvtier.connectors.sglang_storage.page_runs import PageRuns
+
+TESTED = ("0.5.23",)  # with its own controller and host pools, on a CPU: tests/connectors/test_sglang_*.py
 _FACTS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "is_mla_model", "model_name")
 _OF_POOLS = ("get_page_buffer_meta", "get_size_per_token", "layout", "dtype", "page_size")
+_OF_STORAGE = ("register_mem_host_pool_v2", "on_host_pools_registered")
 KV_POOL = "kv"
+SIDE_POOLS = ("mamba", "swa", "indexer")  # states, sliding windows, keys by which attention selects tokens
 
 
 class UnsupportedEngine(ValueError):
@@ -23,28 +27,56 @@ def check_config(config: Any) -> None:
 
 
 def check_pool(pool: Any) -> None:
-    """Raise `UnsupportedEngine` if the host pool lacks attributes that describe its pages."""
+    """Raise `UnsupportedEngine` if the host pool of keys and values has no pages, or does not describe them."""
+    if getattr(pool, "size_per_token", None) == 0:
+        raise UnsupportedEngine(
+            "compressed attention (DeepSeek V4) is not supported, because its host pool of keys and values has no "
+            "bytes, and kvtier does not keep the pools of compressed keys; run this model without "
+            "--hicache-storage-backend"
+        )
     _check(pool, _OF_POOLS)
 
 
-def check_pool_name(name: str) -> None:
-    """Raise `UnsupportedEngine` unless *name* is that of the pool of keys and values.
-
-    SGLang hands every other pool, for example that of recurrent states ("mamba"), to `batch_set_v2`, `batch_get_v2` and
-    `batch_exists_v2`. The backend has no such methods, and pages of keys and values without a state would be of no use.
-    """
-    if name != KV_POOL:
+def check_side_pool(name: str, pool: Any) -> None:
+    """Raise `UnsupportedEngine` if kvtier cannot keep the host pool *name*, which SGLang has beside keys and values."""
+    if name.startswith("draft"):
         raise UnsupportedEngine(
-            f'the pool "{name}" is not supported, because kvtier keeps only the keys and values that SGLang passes to '
-            "batch_set_v1 or batch_set, and SGLang passes this pool to batch_set_v2; run this model without "
-            "--hicache-storage-backend"
+            f'the pool "{name}" of a draft model is not supported, because the namespace of pages contains only the '
+            "digest of the model's own weights; run without speculative decoding or without --hicache-storage-backend"
         )
+    if name not in SIDE_POOLS:
+        raise UnsupportedEngine(
+            f'the pool "{name}" is not supported, because kvtier does not know which of its pages a cached prefix '
+            f"needs (only for {', '.join(SIDE_POOLS)}); run this model without --hicache-storage-backend"
+        )
+    _check(pool, _OF_POOLS)
+
+
+def pages_in_place(name: str, pool: Any) -> PageRuns:
+    """Return where the pages of a host pool lie. Raise `UnsupportedEngine` if SGLang does not reveal that."""
+    try:
+        return PageRuns(pool)
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedEngine(
+            f'SGLang does not reveal where the pages of its pool "{name}" lie in memory, because: {error} '
+            "With --hicache-mem-layout page_first, it does for most models; otherwise run this model without "
+            "--hicache-storage-backend"
+        ) from None
+
+
+def check_storage(storage: type) -> None:
+    """Raise `UnsupportedEngine` if this SGLang does not tell a storage backend when it has all host pools."""
+    _require(_OF_STORAGE, storage, storage.__name__)
 
 
 def _check(what: Any, names: tuple[str, ...]) -> None:
+    _require(names, what, type(what).__name__)
+
+
+def _require(names: tuple[str, ...], what: Any, called: str) -> None:
     missing = [name for name in names if not hasattr(what, name)]
     if missing:
         raise UnsupportedEngine(
-            f"this SGLang's {type(what).__name__} has no {', '.join(missing)}, which the backend needs; "
+            f"this SGLang's {called} has no {', '.join(missing)}, which the backend needs; "
             f"install a tested version: {', '.join(TESTED)}"
         )

@@ -1,4 +1,4 @@
-"""`StorageThreads` and `PageRuns`: the parts of the storage backend that import nothing from SGLang."""
+"""`StorageThreads` and `PageRuns`: which threads call the storage backend, and where pages lie in SGLang's memory."""
 
 import ctypes
 import threading
@@ -33,13 +33,14 @@ class PageRuns:
     """A copier of pages between SGLang's host pool and rows. A row is a buffer for one page on its way to or from disk.
 
     A page consists of several contiguous runs of bytes in the pool. A run has the keys or the values of one layer or of
-    all layers, depending on the pool's layout. A row has the runs of a page one after the other. The caller must make
-    sure that the pool does not reuse a page while it is copied.
+    all layers, depending on the pool's layout, or one kind of states of all layers. A row has the runs of a page one
+    after the other. The caller must make sure that the pool does not reuse a page while it is copied.
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        _, self.sizes = self._runs(torch.arange(pool.page_size, dtype=torch.int64))
+        self.page_size: int = pool.page_size  # tokens; 1 for a pool whose pages are states after one token
+        _, self.sizes = self._runs(torch.arange(self.page_size, dtype=torch.int64))
 
     @property
     def row_bytes(self) -> int:
@@ -73,5 +74,5 @@ class PageRuns:
 
     def _runs(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
-        num_pages = len(host_indices) // self._pool.page_size
+        num_pages = len(host_indices) // self.page_size
         return pointers, list(sizes[: len(sizes) // max(1, num_pages)])

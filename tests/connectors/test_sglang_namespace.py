@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang_storage import identity
-from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, weights_of
+from kvtier.connectors.sglang_storage.identity import folder_of, names_of, namespace_of, pool_facts, weights_of
 from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
 from kvtier.connectors.sglang_storage.options import JUDGED
 from kvtier.connectors.sglang_storage.page_runs import StorageThreads
@@ -33,6 +33,10 @@ class MHATokenToKVPoolHost:
 
 class AnotherPoolHost(MHATokenToKVPoolHost):
     """One of another class."""
+
+
+class MambaPoolHost(MHATokenToKVPoolHost):
+    """A host pool of states as SGLang's."""
 
 
 CONFIG: dict[str, object] = {
@@ -58,6 +62,24 @@ POOL: dict[str, object] = {
 }
 
 
+STATES: dict[str, object] = {
+    "layout": "page_first",
+    "dtype": "torch.bfloat16",
+    "page_size": 1,
+    "num_mamba_layers": 36,
+    "temporal_dtype": "torch.float32",
+    "temporal_state_shape": (32, 128, 128),
+    "conv_dtype": "torch.bfloat16",
+    "conv_state_shapes": [(8192, 3)],
+}
+
+
+def states_of(**changes: object) -> object:
+    made = MambaPoolHost()
+    vars(made).update(STATES | changes)
+    return made
+
+
 def pool_of(kind: type = MHATokenToKVPoolHost, **changes: object) -> object:
     made = kind()
     vars(made).update(POOL | changes)
@@ -71,10 +93,13 @@ def namespace(
     weights: str = "sha256 of the files",
     runs: tuple[int, ...] = (1024,),
     is_in_place: bool = True,
+    others: dict[str, object] | None = None,
 ) -> bytes:
     server = server_facts((options or {}).get)
     told = SimpleNamespace(**(CONFIG | (config or {})))
-    return namespace_of(told, pool or pool_of(), runs, weights, is_in_place, server)
+    pools = {"kv": pool or pool_of(), **(others or {})}
+    facts = {name: pool_facts(each, runs) for name, each in pools.items()}
+    return namespace_of(told, facts, weights, is_in_place, server)
 
 
 # What decides bytes, once more: an option that is taken out of the table has to be taken out here, too.
@@ -126,6 +151,18 @@ def test_what_sglang_tells_of_a_rank_is_in_the_namespace(name: str) -> None:
 @pytest.mark.parametrize("name", POOL)
 def test_what_a_pool_says_of_itself_is_in_the_namespace(name: str) -> None:
     assert namespace(pool=pool_of(**{name: "another"})) != namespace()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_a_pool_of_states_says_of_itself_is_in_the_namespace(name: str) -> None:
+    assert namespace(others={"mamba": states_of(**{name: "another"})}) != namespace(others={"mamba": states_of()})
+
+
+def test_the_set_of_pools_is_in_the_namespace() -> None:
+    pools = [{}, {"mamba": states_of()}, {"swa": pool_of()}, {"indexer": pool_of()}]
+    pools.append({"mamba": states_of(), "swa": pool_of()})
+
+    assert len({namespace(others=each) for each in pools}) == len(pools)
 
 
 def test_what_stands_beside_config_and_pool_is_in_the_namespace(monkeypatch: pytest.MonkeyPatch) -> None:

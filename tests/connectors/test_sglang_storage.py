@@ -16,8 +16,6 @@ import pytest
 import torch
 from damaged_files import damage
 
-from kvtier.connectors.sglang_storage.known_sglang import UnsupportedEngine
-
 pytestmark = pytest.mark.engines
 
 if importlib.util.find_spec("sglang") is None:
@@ -279,11 +277,3 @@ def test_a_folder_that_cannot_be_used_is_a_storage_without_a_page(
 def test_what_cannot_be_kept_is_refused_at_the_attach(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason), attached(tmp_path, mha_pool("page_first"), **facts):
         pass
-
-
-def test_pools_of_states_and_windows_are_refused(tmp_path: Path) -> None:
-    pool = mha_pool("page_first")
-    with attached(tmp_path, pool) as controller:
-        controller.storage_backend.register_mem_host_pool_v2(pool, "kv")
-        with pytest.raises(UnsupportedEngine, match=r'the pool "mamba" .* passes this pool to batch_set_v2'):
-            controller.storage_backend.register_mem_host_pool_v2(pool, "mamba")

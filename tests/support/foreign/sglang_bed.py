@@ -8,6 +8,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -20,6 +21,7 @@ NUM_HEADS, HEAD_DIM = 2, 16
 DEVICE_TOKENS = 1024
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+BUDGET_BYTES = 1 << 30  # of host memory for a pool; SGLang otherwise wants 10 GiB more to be free than the pool needs
 
 
 def mha_pool(layout: str, dtype: torch.dtype = torch.bfloat16, num_layers: int = NUM_LAYERS) -> MHATokenToKVPoolHost:
@@ -42,7 +44,8 @@ def mha_pool(layout: str, dtype: torch.dtype = torch.bfloat16, num_layers: int =
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return _filled(MHATokenToKVPoolHost(info, *_sizes(layout), **_places(num_layers)))
+    with host_memory_budget_scope(BUDGET_BYTES):
+        return _filled(MHATokenToKVPoolHost(info, *_sizes(layout), **_places(num_layers)))
 
 
 def mla_pool(layout: str) -> MLATokenToKVPoolHost:
@@ -60,7 +63,8 @@ def mla_pool(layout: str) -> MLATokenToKVPoolHost:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return _filled(MLATokenToKVPoolHost(info, *_sizes(layout), target_layer_num=NUM_LAYERS, **_places(NUM_LAYERS)))
+    with host_memory_budget_scope(BUDGET_BYTES):
+        return _filled(MLATokenToKVPoolHost(info, *_sizes(layout), target_layer_num=NUM_LAYERS, **_places(NUM_LAYERS)))
 
 
 def config(extra_config: dict[str, object], **facts: object) -> HiCacheStorageConfig:
@@ -96,6 +100,7 @@ def created(storage_config: HiCacheStorageConfig, pool: MHATokenToKVPoolHost) ->
     """The backend that SGLang's factory makes for `--hicache-storage-backend dynamic`, told of the pool."""
     storage = StorageBackendFactory.create_backend("dynamic", storage_config, pool)
     storage.register_mem_pool_host(pool)
+    storage.on_host_pools_registered()
     return storage
 
 
