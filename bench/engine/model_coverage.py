@@ -1,7 +1,8 @@
 """Which causal models of transformers load, and generate the same greedy tokens from every tier?
 
 A small model with random weights of each type is built, and asked for the same prompt cold, from the device, from host
-memory, from disk, after a restart, from a sidecar, and in a batch. --write renews their rows in `docs/models.md`.
+memory, from disk, after a restart, from a sidecar, and in a batch. --write renews their rows in `docs/models.md`. With
+--images, the same is done with prompts with images, for each type of model that sees images.
 """
 
 import multiprocessing
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from engine_sidecar import started_sidecar
 from family_coverage import Coverage, Outcome, cover, coverage_from, failed
-from models_page import families_on, tables_of, with_tables
+from image_coverage import SEEING_TYPES, cover_images
+from models_page import IMAGES_BEGIN, IMAGES_END, families_on, image_tables_of, tables_of, with_tables
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +30,7 @@ from tiny_families import FAMILIES
 from bench.report import Row, arguments, publish
 from bench.rounds import never
 
+EXAMINE = {"texts": cover, "images": cover_images}
 QUICK = ("llama", "gemma3_text", "bert", "doge", "bloom")
 PER_SIDECAR = 10  # families; each has up to three groups of layers, and a sidecar of 32 MiB memory for 32 of them
 LIMIT_S = 300.0  # of one family, which takes three to ten seconds
@@ -38,24 +41,26 @@ def main() -> int:
     """Compare the families; return 1 if one of them is wrong or failed."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--family", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--images", action="store_true", help="only prompts with images")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="renew the families' rows on this page")
     options = parser.parse_args()
-    if options.family and options.json:
-        parser.error("--json: the result is of all families; leave out --family")
-    families = options.family or options.effort.of(FAMILIES, quick=QUICK)
-    if unknown := [family for family in families if family not in FAMILIES]:
-        parser.error(f"--family: no {', '.join(unknown)}; use one of {', '.join(FAMILIES)}")
+    if (options.family or options.images) and options.json:
+        parser.error("--json: the result is of all families, with texts; leave out --family and --images")
+    known = SEEING_TYPES if options.images else FAMILIES
+    families = options.family or (known if options.images else options.effort.of(FAMILIES, quick=QUICK))
+    if unknown := [family for family in families if family not in known]:
+        parser.error(f"--family: no {', '.join(unknown)}; use one of {', '.join(known)}")
     found = []
-    for coverage in covered(families, options.workers):
+    for coverage in covered(families, options.workers, "images" if options.images else "texts"):
         found.append(coverage)
         print(f"{len(found)}/{len(families)} {in_words(coverage)}", file=sys.stderr, flush=True)
         if options.write is not None:
-            renew(options.write, coverage)
+            (renew_images if options.images else renew)(options.write, coverage)
     found.sort(key=lambda coverage: coverage.family)
     if not options.json:
         print_table(found)
-    if not options.family:
+    if not options.family and not options.images:
         publish("model_coverage", rows_of(found), options.json)
     return int(any(coverage.outcome in (Outcome.WRONG, Outcome.FAILED) for coverage in found))
 
@@ -65,6 +70,14 @@ def renew(page: Path, coverage: Coverage) -> None:
     text = page.read_text()
     on_page = {each.family: each for each in families_on(text) if each.family in FAMILIES}
     page.write_text(with_tables(text, tables_of({**on_page, coverage.family: coverage}.values())))
+
+
+def renew_images(page: Path, coverage: Coverage) -> None:
+    """Replace the type's row in the page's tables of images, as `renew` does."""
+    text = page.read_text()
+    on_page = {each.family: each for each in families_on(text, IMAGES_BEGIN, IMAGES_END) if each.family in SEEING_TYPES}
+    tables = image_tables_of({**on_page, coverage.family: coverage}.values())
+    page.write_text(with_tables(text, tables, IMAGES_BEGIN, IMAGES_END))
 
 
 def in_words(coverage: Coverage) -> str:
@@ -109,9 +122,12 @@ def print_table(found: Sequence[Coverage]) -> None:
     (console if console.is_terminal else Console(width=160)).print(table)
 
 
-def covered(families: Sequence[str], num_workers: int) -> Iterator[Coverage]:
-    """Yield the coverage of each family as it comes. A family that fails, hangs or ends its process costs that only."""
-    with _workers(min(num_workers, len(families))) as workers:
+def covered(families: Sequence[str], num_workers: int, part: str) -> Iterator[Coverage]:
+    """Yield the coverage of each family as it comes. A family that fails, hangs or ends its process costs that only.
+
+    *part* is a key of EXAMINE.
+    """
+    with _workers(min(num_workers, len(families)), part) as workers:
         for start in range(0, len(families), PER_SIDECAR):
             with tempfile.TemporaryDirectory() as folder:
                 socket = str(Path(folder) / "kvtier.sock")
@@ -133,15 +149,16 @@ def _examined(families: Sequence[str], workers: "Sequence[_Worker]", sidecar: st
 class _Worker:
     """A process that examines one family after the other, and is replaced if it ends or takes too long."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: str) -> None:
         self.family: str | None = None
+        self._part = part
         self._give_up_at = 0.0
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_work, args=(theirs,))
+        self._process: SpawnProcess = context.Process(target=_work, args=(theirs, self._part))
         self._process.start()
         theirs.close()
 
@@ -182,8 +199,8 @@ class _Worker:
 
 
 @contextmanager
-def _workers(num_workers: int) -> Iterator[list[_Worker]]:
-    workers = [_Worker() for _ in range(num_workers)]
+def _workers(num_workers: int, part: str) -> Iterator[list[_Worker]]:
+    workers = [_Worker(part) for _ in range(num_workers)]
     try:
         yield workers
     finally:
@@ -191,7 +208,7 @@ def _workers(num_workers: int) -> Iterator[list[_Worker]]:
             worker.close()
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, part: str) -> None:
     """Examine the families that come through the connection, and send what becomes of each."""
     import torch
     import transformers
@@ -206,7 +223,7 @@ def _work(connection: Connection) -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             try:
-                coverage = cover(family, Path(folder), sidecar)
+                coverage = EXAMINE[part](family, Path(folder), sidecar)
             except Exception as error:  # of any code of a model: it is a row of the table
                 coverage = failed(family, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         connection.send(asdict(coverage))

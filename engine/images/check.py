@@ -9,7 +9,7 @@ from kvtier.engine.images.families import MROPE_TYPES
 from kvtier.engine.images.image_prompt import PreparedPrompt
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.prompt_images import PromptImages
-from kvtier.engine.model.check import TOLERANCE, compare
+from kvtier.engine.model.check import STATES_EACH, TOLERANCE, check_tables, compare
 from kvtier.engine.model.image_rows import ImageRows
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 
@@ -45,7 +45,7 @@ def check_images(
     if num_blocks > paged.num_slots:
         return None
     rows = encoder.encode(image)
-    tables = [list(range(num_blocks))[::-1] for _ in paged.groups]
+    tables = check_tables(paged, list(range(num_blocks))[::-1], range(STATES_EACH))
     places = prompt.images.placed[0].places
     cuts = (0, int(places[len(places) // 3]), int(places[len(places) // 2]) + 1, num_tokens - 1, num_tokens)
     for start, end in pairwise(sorted(set(cuts))):

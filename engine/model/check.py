@@ -47,7 +47,7 @@ def check_model(paged: PagedModel) -> None:
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, 48)
     token_ids = [(7 * i + 3) % paged.vocab_size for i in range(num_tokens)]
-    tables = _tables(paged, list(range(-(-num_tokens // block_size)))[::-1], range(STATES_EACH))
+    tables = check_tables(paged, list(range(-(-num_tokens // block_size)))[::-1], range(STATES_EACH))
     bounds = sorted({0, num_tokens // 2, num_tokens - 1, num_tokens})
     with _named(model):
         for start, end in pairwise(bounds):
@@ -99,8 +99,8 @@ def _kinds(paged: PagedModel) -> set[object]:
     return {*of_layers, *((tensor.key.is_conv, tensor.key.index) for tensor in paged.observed.states.tensors)}
 
 
-def _tables(paged: PagedModel, slots: list[int], state_slots: Sequence[int]) -> list[list[int]]:
-    """Return a request's block tables, in which blocks are in *slots*, and states in *state_slots* in turn."""
+def check_tables(paged: PagedModel, slots: list[int], state_slots: Sequence[int]) -> list[list[int]]:
+    """Return a request's block tables for a check: blocks are in *slots*, and states in *state_slots* in turn."""
     states = [state_slots[i % len(state_slots)] for i in range(len(slots))]
     num_attention_groups = paged.layout.num_attention_groups
     return [slots if i < num_attention_groups else states for i in range(len(paged.groups))]
@@ -121,8 +121,8 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
     num_blocks = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
     slots = rng.sample(range(NUM_BLOCKS), sum(num_blocks))
     tables = [
-        _tables(small, slots[: num_blocks[0]], range(STATES_EACH)),
-        _tables(small, slots[num_blocks[0] :], range(STATES_EACH, 2 * STATES_EACH)),
+        check_tables(small, slots[: num_blocks[0]], range(STATES_EACH)),
+        check_tables(small, slots[num_blocks[0] :], range(STATES_EACH, 2 * STATES_EACH)),
     ]
     starts = [0, 0]
     for i, counts in enumerate(zip(*steps, strict=True)):

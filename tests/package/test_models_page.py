@@ -7,9 +7,24 @@ from pathlib import Path
 import pytest
 from engine_sidecar import started_sidecar
 from family_coverage import Coverage, Outcome, Way, cover
+from image_coverage import SEEING_TYPES, cover_images
 from markdown_links import ROOT
-from models_page import BEGIN, END, families_on, section_of, sections_on, tables_of, with_tables
+from models_page import (
+    BEGIN,
+    END,
+    IMAGES_BEGIN,
+    IMAGES_END,
+    SEEN,
+    families_on,
+    image_section_of,
+    image_tables_of,
+    section_of,
+    sections_on,
+    tables_of,
+    with_tables,
+)
 from tiny_families import CAUSAL_TYPES, FAMILIES
+from vision_models import IN_PROMPT
 
 PAGE = ROOT / "docs" / "models.md"
 
@@ -26,6 +41,50 @@ def test_each_type_of_causal_model_is_on_the_page_once() -> None:
 
     assert set(CAUSAL_TYPES) <= set(found)
     assert found == Counter(FAMILIES)
+
+
+def test_each_type_of_model_with_images_is_on_the_page_once() -> None:
+    sections = sections_on(PAGE.read_text(), IMAGES_BEGIN, IMAGES_END)
+
+    assert Counter(family for families in sections.values() for family in families) == Counter(SEEING_TYPES)
+    assert sections[SEEN] == sorted(IN_PROMPT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llava", "gemma3", "mllama"])
+def test_a_type_whose_images_are_refused_is_in_the_section_of_the_page(family: str, tmp_path: Path) -> None:
+    coverage = cover_images(family, tmp_path, "no sidecar")
+
+    (found,) = [each for each in families_on(PAGE.read_text(), IMAGES_BEGIN, IMAGES_END) if each.family == family]
+    assert coverage.outcome is Outcome.REFUSED
+    assert image_section_of(found) == image_section_of(coverage)
+    assert found.reason.lower() == coverage.reason.lower()
+
+
+@pytest.mark.slow
+def test_answers_about_images_are_right_in_every_way(sidecar: str, tmp_path: Path) -> None:
+    coverage = cover_images("qwen3_vl", tmp_path, sidecar)
+
+    assert (coverage.outcome, coverage.faults) == (Outcome.EQUAL, {})
+
+
+def test_the_tables_of_images_can_be_read_back() -> None:
+    found = [
+        Coverage("qwen3_vl", Outcome.EQUAL, kinds=["full"]),
+        Coverage("llava", Outcome.REFUSED, "kvtier cannot write prompts", kinds=["full"]),
+        Coverage("blip", Outcome.REFUSED, "it does not run on token ids alone"),
+        Coverage("gemma3n", Outcome.NOT_BUILT, "it needs timm"),
+    ]
+    begin, end = IMAGES_BEGIN, IMAGES_END
+    page = with_tables(f"# Models\n\n{begin}\nold\n{end}\n", image_tables_of(found), begin, end)
+
+    assert sections_on(page, begin, end) == {
+        SEEN: ["qwen3_vl"],
+        "Texts run, images are refused": ["llava"],
+        "Texts and images are refused": ["blip"],
+        "Not examined": ["gemma3n"],
+    }
+    assert with_tables(page, image_tables_of(families_on(page, begin, end)), begin, end) == page
 
 
 # Full attention, windows, chunks, latent rows; an encoder; two refusals.

@@ -15,7 +15,7 @@ from tiny_families import VOCAB, NotBuilt, lacks_attention_interface, reads_late
 from transformers import PreTrainedModel
 from waiting import wait_for
 
-from kvtier import LLM, Completion, SamplingParams, UnsupportedModel
+from kvtier import LLM, Completion, ImagePrompt, SamplingParams, UnsupportedModel
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 16
@@ -109,7 +109,7 @@ def cover(family: str, folder: Path, sidecar: str) -> Coverage:
     try:
         kinds, answers = _answers(family, model, folder, sidecar)
     except UnsupportedModel as error:
-        return replace(traits, reason=_sentence(error))
+        return replace(traits, reason=sentence_of(error))
     faults: dict[str, str] = {}
     worst, num_ties = 0.0, 0
     for answer in answers:
@@ -123,7 +123,7 @@ def cover(family: str, folder: Path, sidecar: str) -> Coverage:
     return replace(traits, outcome=outcome, kinds=kinds, faults=faults, error=worst, num_ties=num_ties)
 
 
-def _sentence(error: UnsupportedModel) -> str:
+def sentence_of(error: UnsupportedModel) -> str:
     """Return the message without the name of the model's class."""
     return str(error).partition(": ")[2]
 
@@ -135,7 +135,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
     device = partial(_device, seed=family)  # two types may be one model: blocks of another family would be a hit
     attached = {**device("64MiB"), "sidecar": sidecar}
     with LLM(model, attached, byte_tokenizer()) as llm:
-        wait_for(lambda: _is_attached(llm))
+        wait_for(lambda: is_attached(llm))
         kinds = kinds_of(llm)
         prompt_bytes = -(-NUM_TOKENS // BLOCK_SIZE) * sum(llm.core.runner.block_bytes)
         answers.append(Answer(Way.COLD, prompt, _ask(llm, prompt)))
@@ -143,7 +143,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
         num_unkept = llm.where(prompt)["nowhere"]  # a window or a state is kept at the prompt's end alone
         llm.check()
     with LLM(model, attached, byte_tokenizer()) as llm:
-        wait_for(lambda: _is_found(llm, prompt, num_unkept))
+        wait_for(lambda: is_found(llm, prompt, num_unkept))
         answers.append(Answer(Way.SIDECAR, prompt, _ask(llm, prompt), ["host", "disk"]))
         llm.check()
     below = {
@@ -151,7 +151,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
         "disk": {"path": str(folder / "store"), "capacity": "256MiB", "read_timeout_s": READ_TIMEOUT_S},
     }
     with LLM(model, {**device(3 * prompt_bytes // 2), **below}, byte_tokenizer()) as llm:
-        wait_for(lambda: _is_disk_open(llm))
+        wait_for(lambda: is_disk_open(llm))
         answers.append(Answer(Way.COLD, prompt, _ask(llm, prompt)))
         push_down(llm, prompt, Tier.DEVICE, NUM_TOKENS, ONE)
         answers.append(Answer(Way.HOST, prompt, _ask(llm, prompt), ["host"]))
@@ -159,7 +159,7 @@ def _answers(family: str, model: PreTrainedModel, folder: Path, sidecar: str) ->
         answers.append(Answer(Way.DISK, prompt, _ask(llm, prompt), ["disk"]))
         llm.check()
     with LLM(model, {**device(4 * prompt_bytes), **below}, byte_tokenizer()) as llm:
-        wait_for(lambda: _is_disk_open(llm))
+        wait_for(lambda: is_disk_open(llm))
         answers.append(Answer(Way.RESTART, prompt, _ask(llm, prompt), ["disk"]))
         batch = llm.generate(prompts, GREEDY, progress=False)
         tiers: list[Sequence[str]] = [["device"], [], []]
@@ -195,18 +195,20 @@ def _ask(llm: LLM, prompt: Sequence[int]) -> Completion:
     return llm.generate(prompt, GREEDY)[0]
 
 
-def _is_attached(llm: LLM) -> bool:
+def is_attached(llm: LLM) -> bool:
+    """Return whether the engine's sidecar is attached."""
     sidecar = llm.statistics().sidecar
     return sidecar is not None and sidecar.is_attached
 
 
-def _is_disk_open(llm: LLM) -> bool:
+def is_disk_open(llm: LLM) -> bool:
     """Return whether the store is open and its names are known: on a busy machine that may come after the LLM."""
     disk = llm.statistics().cache.disk
     return disk is not None and disk.is_open and disk.is_indexed
 
 
-def _is_found(llm: LLM, prompt: Sequence[int], num_unkept: int) -> bool:
+def is_found(llm: LLM, prompt: Sequence[int] | ImagePrompt, num_unkept: int) -> bool:
+    """Return whether all but *num_unkept* of the prompt's tokens are in some tier."""
     llm.statistics()  # which takes in what the sidecar says
     return llm.where(prompt)["nowhere"] <= num_unkept
 

@@ -156,6 +156,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 8},
+    "kimi_k25": {"text_config": LATENT},
     "kimi_linear": LATENT,
     "laguna": {"layer_types": SLIDING},
     "lfm2": {"layer_types": CONVOLUTION},
@@ -174,6 +175,7 @@ TRAITS: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
     },
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "mistral_large4": {"text_config": LATENT},
     "nemotron_h": {
         "n_groups": 1,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
@@ -191,7 +193,9 @@ TRAITS: dict[str, dict[str, Any]] = {
     "zamba2": {**ZAMBA, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1},
     "zaya": {"num_experts_per_tok": 1},
 }
-FAMILIES = tuple(sorted({*CAUSAL_TYPES, *TRAITS}))  # types, and "TYPE with TRAIT"
+FAMILIES = tuple(
+    sorted({*CAUSAL_TYPES, *(name for name in TRAITS if " with " in name)})
+)  # types, and "TYPE with TRAIT"
 _RESERVED = ("A_log", "dt_bias", "conv")  # weights that a recurrent state needs as transformers initialises them
 
 
@@ -225,21 +229,21 @@ def _small(kind: type[PreTrainedConfig], traits: Mapping[str, Any]) -> PreTraine
     return kind(**small)
 
 
-def tiny_model(family: str, **more: Any) -> PreTrainedModel:
+def tiny_model(family: str, kind: Any = AutoModelForCausalLM, **more: Any) -> PreTrainedModel:
     """Build a small model in float32 with its own attention ("eager"). Its weights are the same every time.
 
-    *more* are further values of its configuration. The weights are spread wide, so that the likeliest tokens are far
-    apart and depend on all tokens before them.
+    *kind* is the class of transformers that builds it. *more* are further values of its configuration. The weights are
+    spread wide, so that the likeliest tokens are far apart and depend on all tokens before them.
 
     Raises:
         NotBuilt: If transformers cannot build it.
     """
     try:
-        model = _built(tiny_config(family, **more))
+        model = _built(tiny_config(family, **more), kind)
     except NotBuilt:
         raise
     except Exception as error:  # transformers' configurations and models raise errors of many types
-        raise NotBuilt(_first_reason(str(error))) from error
+        raise NotBuilt(first_reason(str(error))) from error
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() < 2 and not any(part in name for part in _RESERVED):
@@ -250,23 +254,21 @@ def tiny_model(family: str, **more: Any) -> PreTrainedModel:
     return model
 
 
-def _first_reason(message: str) -> str:
+def first_reason(message: str) -> str:
     """Return the first sentence of an error's message, without the names of the checks of a configuration."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     line = next((line for line in lines if "alidation error for" not in line), message)
     return line.removeprefix("ValueError: ").partition(". ")[0]
 
 
-def _built(config: PreTrainedConfig) -> PreTrainedModel:
+def _built(config: PreTrainedConfig, kind: Any) -> PreTrainedModel:
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        skeleton: PreTrainedModel = kind.from_config(config)
     num_parameters = sum(weights.numel() for weights in skeleton.parameters())
     if num_parameters > MAX_PARAMETERS:
         raise NotBuilt(f"its small model has {num_parameters:,} parameters")
     torch.manual_seed(7)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
-        config, dtype=torch.float32
-    )
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
     return model.eval()  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3VLConfig,
@@ -45,11 +46,12 @@ SPECIAL = [
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     *TILES,
 ]
-FAMILIES = ("smolvlm", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("smolvlm", "qwen2_5_vl", "qwen3_vl")  # of most tests
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 OF_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 IN_PROMPT = {  # what a prompt has for an image
     "smolvlm": "<image>",
+    "qwen2_vl": OF_QWEN,
     "qwen2_5_vl": OF_QWEN,
     "qwen3_vl": OF_QWEN,
     "qwen3_vl_moe": OF_QWEN,
@@ -120,8 +122,11 @@ def _config(family: str, token_id: Any) -> PreTrainedConfig:
         "vision_start_token_id": token_id("<|vision_start|>"),
         "vision_end_token_id": token_id("<|vision_end|>"),
     }
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_vl", "qwen2_5_vl"):
         text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+        if family == "qwen2_vl":
+            vision = {"depth": 3, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 8}
+            return Qwen2VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=vision, **ids)
         vision = {**SEEN, "window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2}
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=vision, **ids)
     vision = {**SEEN, "spatial_merge_size": 2, "num_position_embeddings": 64}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_coverage import push_down
 from lora_adapters import save_adapter
 from vision_models import FAMILIES, VisionModel, build_vision, picture, plain_answer
 
@@ -50,18 +51,6 @@ def llm_of(seen: VisionModel, config: Mapping[str, Any]) -> LLM:
 
 def asked(seen: VisionModel, seed: int, question: str = "what is it?") -> ImagePrompt:
     return ImagePrompt(f"Look at this: {seen.in_prompt}, and say {question}", [picture(seed, *SIZE)])
-
-
-def push_down(llm: LLM, prompt: ImagePrompt, tier: Tier) -> None:
-    """Answer other prompts until nothing of *prompt* is in *tier* or a faster one."""
-    depths = {str(each): each.depth for each in Tier}
-    for seed in range(60):
-        found = {name for name, count in llm.where(prompt).items() if count and name in depths}
-        if all(depths[name] > tier.depth for name in found):
-            assert llm.core.cache.drain.flush(60.0) == 0, "blocks without a copy on disk"
-            return
-        llm.generate(f"{seed} " + "".join(random.Random(seed).choices("abcdefgh", k=150)), GREEDY)
-    raise AssertionError(f"the prompt never left the {tier} tier")
 
 
 @pytest.mark.parametrize("seen", FAMILIES, indirect=True)

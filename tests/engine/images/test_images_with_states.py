@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_image_answers import BLOCK_SIZE, GREEDY, NUM_NEW, SIZE, asked, llm_of, push_down
+from image_coverage import push_down
+from test_image_answers import BLOCK_SIZE, GREEDY, NUM_NEW, SIZE, asked, llm_of
 from vision_models import WITH_STATES, VisionModel, build_vision, picture, plain_answer
 
 from kvtier import LLM, ImagePrompt
@@ -80,6 +81,19 @@ def test_two_images_and_texts_share_steps(seen: VisionModel, tmp_path: Path) -> 
         llm.check()
 
     assert [[answer.token_ids for answer in answers] for answers in done] == [expected, expected]
+
+
+def test_a_pool_of_two_states_takes_images(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_5")
+    prompt = asked(seen, 1)
+
+    with llm_of(seen, tables(tmp_path, "96KiB")) as llm:
+        num_state_slots = llm.core.runner.layout.device_slots(96 << 10)[-1]
+        done = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+
+    assert num_state_slots == 2
+    assert done.token_ids == plain_answer(seen, prompt.prompt, prompt.images, NUM_NEW)
 
 
 def test_a_folder_is_served_with_its_encoder_and_without_a_processor_only_as_text(
