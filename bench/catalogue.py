@@ -82,6 +82,7 @@ RESULTS = [
     Result("structured_output", "bench.engine.structured_output"),
     Result("images", "bench.engine.images"),
     Result("latent", "bench.engine.latent"),
+    Result("chosen_keys", "bench.engine.chosen_keys"),
     Result("hybrid_documents", "bench.engine.hybrid_documents"),
     Result("lora", "bench.engine.lora"),
     Result("model_coverage", "bench.engine.model_coverage"),

@@ -1,7 +1,8 @@
 """How small are latent rows beside keys and values, and how much faster is decoding that does not expand them?
 
 The model is one layer with the attention of DeepSeek V3 (128 heads, 512 latents), random weights, in bfloat16 for the
-bytes and float32 for the times. A request has 8,192 tokens. The two ways take turns.
+bytes and float32 for the times. A request has 8,192 tokens. The two ways take turns. Eight requests of 1,024 tokens
+show what it saves to multiply the tokens of several requests with a layer's matrices together.
 """
 
 import random
@@ -22,6 +23,7 @@ BLOCK_SIZE = 16
 CHUNK = 2048
 MAX_BYTES = 1 / 60  # of expanded keys and values
 MIN_FASTER = 3.0
+NUM_TOGETHER, TOKENS_EACH = 8, 1024
 ALL_ABSORBED, ALL_EXPANDED = 16, 0  # tokens of a request in a step, up to which they are absorbed
 
 
@@ -61,6 +63,27 @@ def decode_seconds(num_tokens: int, num_rounds: int) -> dict[int, list[float]]:
     return {limit: seen[1:] for limit, seen in seconds.items()}
 
 
+def together_seconds(tokens_each: int, num_rounds: int) -> dict[int, list[float]]:
+    """Return the seconds of decode steps of several requests, by `DECODES`: one request at a time, or all together."""
+    model = one_layer(torch.float32)
+    num_blocks = tokens_each // BLOCK_SIZE + 1
+    paged = PagedModel(model, BLOCK_SIZE, NUM_TOGETHER * num_blocks * bytes_per_block(model, BLOCK_SIZE))
+    prompts = [random.Random(seed).choices(range(256), k=tokens_each + 1) for seed in range(NUM_TOGETHER)]
+    tables = [[list(range(i * num_blocks, (i + 1) * num_blocks))] for i in range(NUM_TOGETHER)]
+    for prompt, table in zip(prompts, tables, strict=True):
+        paged.run([Chunk(prompt[:-1], 0, table)])
+    steps = [Chunk(prompt[-1:], tokens_each, table) for prompt, table in zip(prompts, tables, strict=True)]
+    seconds: dict[int, list[float]] = {1: [], NUM_TOGETHER: []}
+    for _ in range(1 + num_rounds):
+        for number, seen in seconds.items():
+            with patch.object(latent_attention, "DECODES", number):
+                began_at = time.perf_counter()
+                paged.run(steps)
+                seen.append(time.perf_counter() - began_at)
+    paged.close()
+    return {number: seen[1:] for number, seen in seconds.items()}
+
+
 def main() -> None:
     """Compare bytes and times, and publish the rows."""
     options = arguments(__doc__ or "").parse_args()
@@ -79,6 +102,16 @@ def main() -> None:
         rows.append(Row(f"decode after {num_tokens:,} tokens: {name}", 1e3 * statistics.median(seconds[limit]), "ms"))
     name = f"decode after {num_tokens:,} tokens: absorbed is faster"
     rows.append(Row(name, faster, "times", f">= {MIN_FASTER:g}", faster >= MIN_FASTER, varies=True))
+    tokens_each = options.effort.of(TOKENS_EACH, quick=256)
+    seconds = together_seconds(tokens_each, options.effort.of(9, quick=3))
+    pairs = zip(seconds[1], seconds[NUM_TOGETHER], strict=True)
+    faster = statistics.median(slow / fast for slow, fast in pairs)
+    step = f"decode of {NUM_TOGETHER} requests of {tokens_each:,} tokens"
+    rows += [
+        Row(f"{step}: one at a time", 1e3 * statistics.median(seconds[1]), "ms"),
+        Row(f"{step}: together", 1e3 * statistics.median(seconds[NUM_TOGETHER]), "ms"),
+        Row(f"{step}: together is faster", faster, "times", varies=True),
+    ]
     publish("latent", rows, options.json)
 
 

@@ -6,7 +6,7 @@ module's own matrices, so that the rows serve as the keys and values of a single
 over 50 times faster for one token after 8,192 others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ ABSORBED_QUERIES = 16  # tokens of a request in a step, up to which they are abs
 # Keys of earlier tokens that a step expands at most, because an expanded key takes 82 KB in DeepSeek V3. The other
 # requests of the step are absorbed.
 EXPANDED_KEYS = 16_384
+DECODES = 8  # requests that decode, whose tokens are multiplied with a layer's matrices together
 MAX_SCORES = 1 << 26  # numbers in a tensor of scores; queries are cut into parts so that no tensor is larger
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
@@ -98,50 +99,102 @@ def _matrices(module: Any, rank: int, rope: int, model: PreTrainedModel) -> Matr
 
 def attend_absorbed(
     queries: torch.Tensor,  # [num_heads, num_queries, width of keys]
-    rows: torch.Tensor,  # [num_keys, rank + rope]
+    kept: torch.Tensor,  # [num_slots, block_size, rank + rope]
     matrices: Matrices,
     part: Segment,
     scoring: Scoring,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of a segment, [num_heads, num_queries, width of values]."""
-    rank, latent = matrices.keys.shape[1], _absorbed(queries, matrices)
-    at_once = max(1, MAX_SCORES // (len(queries) * len(rows)))
-    attended = []
+    """Return the attention of a segment, [num_heads, num_queries, width of values].
+
+    *chosen* has the positions of the keys that each query reads, [num_queries, num_chosen]; None if it reads all.
+    """
+    read = _read(_absorbed(queries, matrices), kept, matrices.keys.shape[1], part, scoring, chosen)
+    return torch.cat([latents @ matrices.values for latents in read], dim=1)
+
+
+def attend_decodes(
+    query: torch.Tensor,  # [1, num_heads, num_tokens, width of keys]
+    kept: torch.Tensor,  # [num_slots, block_size, rank + rope]
+    matrices: Matrices,
+    parts: Sequence[Segment],
+    scoring: Scoring,
+    output: torch.Tensor,  # [num_tokens, num_heads, width of values]
+    chosen: torch.Tensor | None = None,
+) -> None:
+    """Write the attention of up to `DECODES` segments of one token each to *output*.
+
+    The layer's matrices are multiplied with all of these tokens at once, which reads the matrices only once. If there
+    are fewer tokens, zeros take their place. So each token is computed by the same operations, whichever tokens are
+    computed with it.
+    """
+    num_heads, rank = len(matrices.keys), matrices.keys.shape[1]
+    queries = query.new_zeros(num_heads, DECODES, query.shape[3])
+    read = query.new_zeros(num_heads, DECODES, rank)
+    for i, part in enumerate(parts):
+        queries[:, i] = query[0, :, part.rows.start]
+    latent = _absorbed(queries, matrices)
+    for i, part in enumerate(parts):
+        (read[:, i : i + 1],) = _read(latent[:, i : i + 1], kept, rank, part, scoring, _chosen_of(chosen, part))
+    attended = read @ matrices.values
+    for i, part in enumerate(parts):
+        output[part.rows.start] = attended[:, i]
+
+
+def _read(
+    latent: torch.Tensor,  # [num_heads, num_queries, rank + rope], from `_absorbed`
+    kept: torch.Tensor,
+    rank: int,
+    part: Segment,
+    scoring: Scoring,
+    chosen: torch.Tensor | None,
+) -> Iterator[torch.Tensor]:
+    """Yield weighted sums of latents, which queries read with `_absorbed` queries: [num_heads, some queries, rank]."""
+    if chosen is None:
+        yield from _read_all(latent, rows_of(kept, part), rank, part, scoring)
+    else:
+        yield from _read_chosen(latent, kept, rank, part, scoring, chosen)
+
+
+def _read_all(
+    latent: torch.Tensor,
+    rows: torch.Tensor,  # [num_keys, rank + rope]
+    rank: int,
+    part: Segment,
+    scoring: Scoring,
+) -> Iterator[torch.Tensor]:
+    at_once = max(1, MAX_SCORES // (len(latent) * len(rows)))
+    sinks = None if scoring.sinks is None else scoring.sinks[:, None, None]
     for start in range(0, part.num_queries, at_once):
         some = latent[:, start : start + at_once]
         scores = (some.flatten(0, 1) @ rows.T).view(*some.shape[:2], -1) * scoring.scale
         if part.mask is not None:
             scores = scores.masked_fill(~part.mask[start : start + at_once], float("-inf"))
-        sinks = None if scoring.sinks is None else scoring.sinks[:, None, None]
         weights = softmax(scores, sinks).to(rows.dtype)
-        attended.append((weights.flatten(0, 1) @ rows[:, :rank]).view(*some.shape[:2], -1) @ matrices.values)
-    return torch.cat(attended, dim=1)
+        yield (weights.flatten(0, 1) @ rows[:, :rank]).view(*some.shape[:2], -1)
 
 
-def attend_chosen(
-    queries: torch.Tensor,  # [num_heads, num_queries, width of keys]
-    kept: torch.Tensor,  # [num_slots, block_size, rank + rope]
-    chosen: torch.Tensor,  # [num_queries, num_chosen], positions of keys; those after a query's own are not read
-    matrices: Matrices,
+def _read_chosen(
+    latent: torch.Tensor,
+    kept: torch.Tensor,
+    rank: int,
     part: Segment,
     scoring: Scoring,
-) -> torch.Tensor:
-    """Do as `attend_absorbed` for queries that each read only the keys that were chosen for it."""
-    rank, latent = matrices.keys.shape[1], _absorbed(queries, matrices).transpose(0, 1)
+    chosen: torch.Tensor,  # [num_queries, num_chosen], positions of keys; those after a query's own are not read
+) -> Iterator[torch.Tensor]:
+    by_query = latent.transpose(0, 1)
     positions = torch.arange(part.start, part.end, device=part.device)
     is_later = chosen > positions[:, None]
     keys = torch.where(is_later, positions[:, None], chosen).long()  # a later key may not be computed yet
     sinks = None if scoring.sinks is None else scoring.sinks[None, :, None]
-    at_once = max(1, MAX_SCORES // (chosen.shape[1] * max(kept.shape[2], len(queries))))
-    attended = []
+    at_once = max(1, MAX_SCORES // (chosen.shape[1] * max(kept.shape[2], len(latent))))
     for start in range(0, part.num_queries, at_once):
         some = slice(start, start + at_once)
         rows = kept[part.slots[keys[some] // kept.shape[1]], keys[some] % kept.shape[1]]  # [queries, chosen, width]
-        scores = latent[some] @ rows.transpose(1, 2) * scoring.scale
+        scores = by_query[some] @ rows.transpose(1, 2) * scoring.scale
         scores = scores.masked_fill(is_later[some, None], float("-inf"))
         weights = softmax(scores, sinks).to(rows.dtype)
-        attended.append((weights @ rows[..., :rank]).transpose(0, 1) @ matrices.values)
-    return torch.cat(attended, dim=1)
+        yield (weights @ rows[..., :rank]).transpose(0, 1)
 
 
 def _absorbed(queries: torch.Tensor, matrices: Matrices) -> torch.Tensor:
@@ -179,14 +232,17 @@ def attend_latent(
         mask = None if of_part is None else chosen_mask(of_part, part)
         attended = attend_segment(query[:, :, part.rows], keys[:, :, rows], values[:, :, rows], part, scoring, mask)
         output[part.rows] = attended[0].transpose(0, 1)
+    if not paths.absorbed:
+        return
+    assert matrices is not None, "absorbed without matrices"
+    decodes = [part for part in paths.absorbed if part.num_queries == 1]
+    for first in range(0, len(decodes), DECODES):
+        attend_decodes(query, kept, matrices, decodes[first : first + DECODES], scoring, output, chosen)
     for part in paths.absorbed:
-        assert matrices is not None, "absorbed without matrices"
-        queries, of_part = query[0, :, part.rows], _chosen_of(chosen, part)
-        if of_part is None:
-            attended = attend_absorbed(queries, rows_of(kept, part), matrices, part, scoring)
-        else:
-            attended = attend_chosen(queries, kept, of_part, matrices, part, scoring)
-        output[part.rows] = attended.transpose(0, 1)
+        if part.num_queries > 1:
+            queries, of_part = query[0, :, part.rows], _chosen_of(chosen, part)
+            attended = attend_absorbed(queries, kept, matrices, part, scoring, of_part)
+            output[part.rows] = attended.transpose(0, 1)
 
 
 def _chosen_of(chosen: torch.Tensor | None, part: Segment) -> torch.Tensor | None:

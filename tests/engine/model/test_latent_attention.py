@@ -16,8 +16,15 @@ from kvtier.engine.model import latent_attention
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.attention import Step
 from kvtier.engine.model.errors import UnsupportedModel
-from kvtier.engine.model.latent_attention import latent_paths
+from kvtier.engine.model.latent_attention import (
+    LatentPaths,
+    Matrices,
+    attend_absorbed,
+    attend_latent,
+    latent_paths,
+)
 from kvtier.engine.model.lora_adapter import load_adapter
+from kvtier.engine.model.paged_gather import Scoring
 from kvtier.engine.model.paged_segment import Segment, segment
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.tiers.naming.groups import FullAttention
@@ -68,6 +75,37 @@ def test_scores_in_several_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(latent_attention, "MAX_SCORES", 3000)
 
     assert worst_of_two(build("deepseek_v3", spread=0.1)) <= 2e-5
+
+
+@pytest.mark.parametrize("num_chosen", [None, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_has_the_same_bytes_alone_and_beside_others(dtype: torch.dtype, num_chosen: int | None) -> None:
+    torch.manual_seed(5)
+    lengths = [40, 1, 300, 77, 16, 17, 130, 64, 200, 33, 5]
+    matrices = Matrices(torch.randn(16, 64, 24).to(dtype), torch.randn(16, 64, 32).to(dtype))
+    kept, query = torch.randn(120, BLOCK_SIZE, 72).to(dtype), torch.randn(1, 16, len(lengths), 32).to(dtype)
+    chosen = None if num_chosen is None else torch.stack([torch.randperm(max(20, each))[:20] for each in lengths])
+    first, parts = 0, []
+    for row, length in enumerate(lengths):
+        table = list(range(first, first := first + -(-length // BLOCK_SIZE)))
+        parts.append(segment(FullAttention(BLOCK_SIZE), table, slice(row, row + 1), length - 1, 1, torch.device("cpu")))
+
+    def attended(some: list[Segment]) -> torch.Tensor:
+        output = torch.zeros(len(lengths), 16, 32, dtype=dtype)
+        paths = LatentPaths((), tuple(some), reads_earlier=False)
+        attend_latent(query, query, query, kept, paths, matrices, Scoring(0.2), output, chosen)
+        return output
+
+    together = attended(parts)
+
+    assert len(parts) > latent_attention.DECODES
+    for row, each in enumerate(parts):
+        of_part = None if chosen is None or lengths[row] <= 20 else chosen[row : row + 1]
+        expected = attend_absorbed(query[0, :, row : row + 1], kept, matrices, each, Scoring(0.2), of_part)[:, 0]
+        assert torch.equal(attended([each])[row], together[row])
+        assert torch.allclose(
+            together[row].float(), expected.float(), rtol=2e-2, atol=1e-4 if dtype is torch.float32 else 0.5
+        )
 
 
 def test_an_expansion_that_is_no_matrix_is_never_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
