@@ -574,6 +574,20 @@ BUGS = [
         "tests/connectors/test_transformers_states.py::test_a_prompt_resumes_from_its_own_state_and_not_from_that_of_another_one_of_equal_length",
     ),
     Bug(
+        "models without attention keep no state where prompts part",
+        "tiers/lookups.py",
+        "        num_tokens = max(num_tokens, self._num_computed(hit.chain, hit.limit))\n",
+        "",
+        "tests/engine/test_states.py::test_where_two_prompts_part_a_state_is_kept_for_the_third",
+    ),
+    Bug(
+        "the newest computed prefixes are forgotten first",
+        "tiers/computed_prefixes.py",
+        "list(islice(self._prefixes, num_excess))",
+        "list(islice(reversed(self._prefixes), num_excess))",
+        "tests/tiers/test_computed_prefixes.py",
+    ),
+    Bug(
         "KVTierCache does not count the tokens of a model that has only states",
         "connectors/transformers_cache/watched_passes.py",
         "            self._cache.advance_to(running.end)",

@@ -9,6 +9,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.computed_prefixes import ComputedPrefixes
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.down.drain import Drain
@@ -112,7 +113,9 @@ class TieredCache:
         self._host_spill = HostSpill(self.residency, transfers, self._windows, clock)
         self._promoter = Promoter(self.residency, transfers, self._windows, clock, options.by_layers)
         self._hits = self._promoter.hits
-        self.lookups = Lookups(groups, self.residency, self._retention, planner)
+        knows_prefixes = options.retention_tokens is None or not all(group.forgets for group in groups)
+        self._computed = None if knows_prefixes else ComputedPrefixes()
+        self.lookups = Lookups(groups, self.residency, self._retention, planner, self._computed)
         self.plans = HitPlans(self._group_tiers, self._hits, lower, transfers, planner)
         self.pins = Pins(self.residency, self._host_spill, clock)
         self.drain = Drain(
@@ -231,6 +234,8 @@ class TieredCache:
         have the same content, so the table is changed to refer to that slot. *boundaries* are the token positions where
         later prompts may resume; see `Retention.kept`.
         """
+        if self._computed is not None:
+            self._computed.add(chain.names[start // self.block_size : end // self.block_size])
         for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
             if not group.attention.forgets:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvtier.tiers.computed_prefixes import ComputedPrefixes
 from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import (
@@ -37,16 +38,19 @@ class Lookups:
         residency: Residency,
         retention: Retention,
         planner: LoadPlanner | None,
+        computed: ComputedPrefixes | None,
     ) -> None:
         """Create lookups in *residency*, which knows where each block is.
 
-        *planner* decides whether querying a slow tier is worth its time (None: always).
+        *planner* decides whether querying a slow tier is worth its time (None: always). *computed* is the record of
+        computed prefixes, or None if a group keeps all blocks.
         """
         self._attentions = tuple(attentions)
         self._residency = residency
         self._groups = residency.groups
         self._retention = retention
         self._planner = planner
+        self._computed = computed
         self._block_size = name_block_size(attentions)
         self._alignment = alignment(attentions)
 
@@ -108,10 +112,11 @@ class Lookups:
         because groups with limited attention (sliding windows, recurrent states) have not kept their blocks at its end.
         Now that the prefix is requested again, these blocks are worth keeping.
         """
-        if self._retention.interval_tokens is None or len(self._attentions) == 1:
+        if self._retention.interval_tokens is None:
             return None  # all blocks are kept anyway
         search = PromptSearch(self._residency, hit.chain)
         num_tokens = longest_single(hit.limit, self._attentions, search.first_hole)
+        num_tokens = max(num_tokens, self._num_computed(hit.chain, hit.limit))
         return num_tokens if num_tokens > hit.num_tokens else None
 
     def where(self, chain: BlockChain) -> list[Tier | None]:
@@ -144,7 +149,7 @@ class Lookups:
     def _misses(self, chain: BlockChain, num_found: int, limit: int, search: PromptSearch) -> Misses:
         """Return why the tokens after the first *num_found* cannot be loaded, up to token *limit*."""
         reasons = list[tuple[int, Reason]]()
-        num_lasting = search.num_lasting // self._alignment * self._alignment
+        num_lasting = max(search.num_lasting // self._alignment * self._alignment, self._num_computed(chain, limit))
         if self._retention.interval_tokens is not None and num_found < num_lasting:
             ends = [end for end in self._retention.likely_ends(num_lasting) if end > num_found]
             why = self._why_missing(chain, *ends)
@@ -154,6 +159,13 @@ class Lookups:
             ends = [(num_found // group.block_size + 1) * group.block_size for group in self._attentions]
             reasons.append((limit, self._why_missing(chain, *sorted(set(ends)))))
         return Misses(tuple(reasons), num_lasting)
+
+    def _num_computed(self, chain: BlockChain, limit: int) -> int:
+        """Return how many of the prompt's first *limit* tokens were computed before, if no group's blocks show that."""
+        if self._computed is None:
+            return 0
+        num_tokens = self._computed.longest(chain.names[: limit // self._block_size]) * self._block_size
+        return num_tokens // self._alignment * self._alignment
 
     def _why_missing(self, chain: BlockChain, *ends: int) -> Reason:
         """Return why the blocks that end at the tokens *ends* are missing; see `Residency.miss_reason`."""

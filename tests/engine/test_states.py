@@ -119,9 +119,10 @@ def test_states_are_kept_at_the_interval_and_at_the_end_of_a_prompt_and_128_toke
     assert again == 1088
 
 
-def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["FalconH1", "Mamba2"])
+def test_where_two_prompts_part_a_state_is_kept_for_the_third(family: str, tmp_path: Path) -> None:
     """The second prompt resumes 128 tokens before the end of the first."""
-    model = build_states("FalconH1")
+    model = build_states(family)
     document = prompt_of(1, 200)
     questions = [prompt_of(seed, 30) for seed in (2, 3, 4)]
     expected = [plain_greedy(model, document + question, NUM_NEW) for question in questions]
@@ -133,9 +134,10 @@ def test_where_two_prompts_part_a_state_is_kept_for_the_third(tmp_path: Path) ->
     assert [answer.tokens.device for answer in done] == [0, 96, 192]
 
 
-def test_tokens_whose_state_is_missing_are_recomputed_for_that_reason(tmp_path: Path) -> None:
-    """Between the state and the place where the prompts part, keys and values are cached. The rest is new."""
-    model = build_states("FalconH1")
+@pytest.mark.parametrize("family", ["FalconH1", "Mamba2"])
+def test_tokens_whose_state_is_missing_are_recomputed_for_that_reason(family: str, tmp_path: Path) -> None:
+    """Between the state and the place where the prompts part, the tokens were computed before. The rest is new."""
+    model = build_states(family)
     document = prompt_of(1, 200)
 
     with LLM(model, configuration(model, tmp_path), byte_tokenizer()) as llm:
@@ -146,11 +148,13 @@ def test_tokens_whose_state_is_missing_are_recomputed_for_that_reason(tmp_path: 
     assert second.reasons == {Reason.NOT_KEPT: 96, Reason.NEVER_SEEN: 32, Reason.LAST_BLOCK: 6}
 
 
-@pytest.mark.parametrize("num_tokens", [306, 530])  # shorter and longer than the interval
+@pytest.mark.parametrize(  # shorter and longer than the interval
+    ("family", "num_tokens"), [("Qwen3_5Text", 306), ("Qwen3_5Text", 530), ("Mamba2", 306)]
+)
 def test_an_evicted_state_is_the_reason_although_its_keys_and_values_are_still_cached(
-    num_tokens: int, tmp_path: Path
+    family: str, num_tokens: int, tmp_path: Path
 ) -> None:
-    model = build_states("Qwen3_5Text")
+    model = build_states(family)
     prompt = prompt_of(1, num_tokens)
     config = configuration(model, tmp_path, 300, 3)
     del config["disk"]

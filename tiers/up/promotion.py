@@ -47,7 +47,9 @@ class Misses:
     """
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
-    num_lasting: int = 0  # first tokens whose keys and values are cached, although a state or window may be missing
+    # First tokens whose keys and values are cached, although a state or window may be missing. If no group keeps all
+    # blocks, these are the first tokens that were computed before.
+    num_lasting: int = 0
 
     def after(self, num_tokens: int) -> dict[Reason, int]:
         """Return the number of tokens after the first *num_tokens*, by reason."""
