@@ -4478,6 +4478,13 @@ BUGS = [
         "tests/connectors/test_sglang_namespace.py",
     ),
     Bug(
+        "another draft model of SGLang's finds the same pages",
+        "connectors/sglang_storage/server_facts.py",
+        'has_own_draft = draft is None or draft == read("model_path")',
+        "has_own_draft = True",
+        "tests/connectors/test_sglang_namespace.py",
+    ),
+    Bug(
         "scales of SGLang's fp8 cache count by their path",
         "connectors/sglang_storage/server_facts.py",
         '_digest("quantization_param_path", str(scales), digest_of_file)',

@@ -110,6 +110,9 @@ JUDGED = ClassifiedOptions(
         "the digest of the weights, and the model's name": _options("model_path"),
         "the digest of the file": _options("quantization_param_path"),
         "the digests of the adapters": _options("lora_paths"),
+        "the digest of the draft model's weights, if it is not a part of the model": _options(
+            "speculative_draft_model_path speculative_draft_model_revision"
+        ),
         "the ranks, sizes and pool that SGLang passes to the backend": _options(
             "tp_size pp_size attn_cp_size dcp_size hicache_mem_layout"
         ),
@@ -235,9 +238,9 @@ JUDGED = ClassifiedOptions(
             modelopt_checkpoint_save_path modelopt_export_path weight_cache_mode weight_cache_socket
             weight_cache_timeout"""
         ),
-        "draft models, whose pools are refused while the model's own pages stay the same": _options(
-            """speculative_algorithm uno_lora_path speculative_draft_model_path speculative_draft_model_revision
-            speculative_draft_load_format speculative_num_steps speculative_eagle_topk
+        "draft models, which decide only how many drafts are accepted": _options(
+            """speculative_algorithm uno_lora_path speculative_draft_load_format speculative_num_steps
+            speculative_eagle_topk
             speculative_num_draft_tokens speculative_dflash_block_size speculative_dspark_block_size
             speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
             speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single

@@ -10,7 +10,7 @@ from kvtier.engine.attached.model_files import digest_of_file, weights_digest
 
 
 def server_facts(read: Callable[[str], object]) -> dict[str, object]:
-    """Return the options, quantization scales and adapters that decide the bytes of pages on all ranks, by name.
+    """Return the options, quantization scales, adapters and draft model that decide pages on all ranks, by name.
 
     Args:
         read: Returns the value of one of the server's options, as SGLang has resolved it.
@@ -19,6 +19,8 @@ def server_facts(read: Callable[[str], object]) -> dict[str, object]:
         UnsupportedEngine: If a file that an option names cannot be read.
     """
     scales = read("quantization_param_path")
+    draft = read("speculative_draft_model_path")
+    has_own_draft = draft is None or draft == read("model_path")  # then the digest of the model's weights covers it
     return {
         **JUDGED.values(read),
         "scales": None if scales is None else _digest("quantization_param_path", str(scales), digest_of_file),
@@ -26,6 +28,7 @@ def server_facts(read: Callable[[str], object]) -> dict[str, object]:
             [name, _digest("lora_paths", path, lambda file: weights_digest(folder_of_model(str(file))))]
             for name, path in _adapters(read("lora_paths"))
         ),
+        **({} if has_own_draft else {"draft": _draft_digest(str(draft), read("speculative_draft_model_revision"))}),
     }
 
 
@@ -85,6 +88,11 @@ def _path_of(adapter: object) -> str:
 
 def _field(adapter: object, name: str) -> object:
     return adapter.get(name) if isinstance(adapter, dict) else getattr(adapter, name, None)
+
+
+def _draft_digest(path: str, revision: object) -> str:
+    name = None if revision is None else str(revision)
+    return _digest("speculative_draft_model_path", path, lambda file: weights_digest(folder_of_model(str(file), name)))
 
 
 def _digest(option: str, path: str, digest: Callable[[Path], str]) -> str:

@@ -235,6 +235,19 @@ def test_adapters_are_known_by_their_names_too(tmp_path: Path) -> None:
     assert len({namespace(), *(namespace({"lora_paths": each}) for each in said)}) == 6
 
 
+def test_a_draft_model_beside_the_model_counts_by_its_content(tmp_path: Path) -> None:
+    """SGLang may put the keys and values of its layers into the model's own pages."""
+    model, draft = adapter(tmp_path / "model", b"model"), adapter(tmp_path / "draft", b"one")
+    options = {"model_path": str(model), "speculative_draft_model_path": str(draft)}
+    first = namespace(options)
+    adapter(draft, b"two")
+
+    assert len({first, namespace(options), namespace()}) == 3
+    assert namespace({**options, "speculative_draft_model_path": str(model)}) == namespace(), "the model's own layers"
+    with pytest.raises(UnsupportedEngine, match=r"speculative_draft_model_path: .*none cannot be read"):
+        namespace({**options, "speculative_draft_model_path": str(tmp_path / "none")})
+
+
 def test_weights_of_an_id_are_those_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, *, revision: str | None, local_files_only: bool) -> str:
         assert local_files_only
