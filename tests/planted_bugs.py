@@ -639,8 +639,8 @@ BUGS = [
     Bug(
         "tokens may enter a prompt's cache by a pass that nobody saw",
         "connectors/transformers_cache/watched_passes.py",
-        "        self._cache.on_update = self._entering",
-        "        self._cache.on_update = None",
+        "self._cache.on_update, self._cache.on_index = self._entering, self._entering_index",
+        "self._cache.on_update, self._cache.on_index = None, self._entering_index",
         "tests/connectors/test_transformers_passes.py",
     ),
     Bug(
