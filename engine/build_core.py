@@ -295,7 +295,7 @@ def _attach(
 ) -> SidecarTiers:
     """Return the tiers of the sidecar at *path*, which may start later. Raise ValueError if it refuses the engine."""
     shapes = [
-        GroupShape(group.block_size, group.forgets, memory.block_bytes)
+        GroupShape(group.block_size, group.forgets, memory.block_bytes, group.keeps_states)
         for group, memory in zip(runner.groups, memories, strict=True)
     ]
     hello = Hello(VERSION, f"kvtier {version('kvtier')}", _name_of(runner.model), namespace.digest, shapes)

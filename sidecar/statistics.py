@@ -161,6 +161,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
         evicted=evicted_by_cause(store, sum(tier.evicted.get(EvictionCause.CLEARED, 0) for tier in disk_tiers)),
         corrupt=_corrupt(disk_tiers),
         eviction_ages=_ages(disk_tiers),
+        num_states=sum(tier.num_states for tier in disk_tiers),
     )
 
 
@@ -181,6 +182,7 @@ def _sum(tiers: Iterable[TierStatistics]) -> TierStatistics:
         num_leased=sum(one.num_leased for one in each),
         num_dirty=sum(one.num_dirty for one in each),
         eviction_ages=_ages(each),
+        num_states=sum(one.num_states for one in each),
     )
 
 

@@ -581,6 +581,20 @@ BUGS = [
         "tests/engine/test_states.py::test_where_two_prompts_part_a_state_is_kept_for_the_third",
     ),
     Bug(
+        "tokens between two states of a model without attention count as never seen",
+        "tiers/lookups.py",
+        "max(search.num_lasting // self._alignment * self._alignment, self._num_computed(chain, limit))",
+        "search.num_lasting // self._alignment * self._alignment",
+        "tests/engine/test_states.py::test_tokens_whose_state_is_missing_are_recomputed_for_that_reason",
+    ),
+    Bug(
+        "a sidecar takes all blocks for keys and values",
+        "sidecar/own/endpoint.py",
+        "group.block_bytes, group.keeps_states)",
+        "group.block_bytes)",
+        "tests/sidecar/own/test_own_endpoint.py::test_the_sidecar_and_its_engines_know_how_many_blocks_are_states",
+    ),
+    Bug(
         "the newest computed prefixes are forgotten first",
         "tiers/computed_prefixes.py",
         "list(islice(self._prefixes, num_excess))",

@@ -75,7 +75,10 @@ def build_scheduler_half(
         f"vLLM {facts['vllm']}, kvtier {_version('kvtier')}",
         _printable(Path(str(vllm_config.model_config.model)).name),
         namespace_of(facts, layouts, specs),
-        [GroupShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in layouts],
+        [
+            GroupShape(each.attention.block_size, each.attention.forgets, each.block_bytes, each.attention.keeps_states)
+            for each in layouts
+        ],
     )
     memories = [host_slots(layout.block_bytes) for layout in layouts]
     attachment = Attachment(settings.sidecar, hello, memories)

@@ -55,11 +55,13 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
     """Shape of one attention group.
 
     *block_size* is in tokens. *forgets* says whether tokens read only recent blocks, as with a sliding window.
+    *keeps_states* says whether the blocks are recurrent states.
     """
 
     block_size: int
     forgets: bool
     block_bytes: int
+    keeps_states: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):

@@ -64,6 +64,7 @@ class BlockShape(NamedTuple):
     block_size: int
     forgets: bool
     block_bytes: int
+    keeps_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,10 @@ class BlockLayout:
     @property
     def digest(self) -> bytes:
         """Digest of the namespace and the groups. Engines with the same namespace may still have different groups."""
-        shapes = "".join(f" {size} {int(forgets)} {num_bytes}" for size, forgets, num_bytes in self.groups)
+        shapes = "".join(
+            f" {group.block_size} {int(group.forgets)} {group.block_bytes}{' states' if group.keeps_states else ''}"
+            for group in self.groups
+        )
         return hashlib.sha256(f"kvtier blocks {VERSION}".encode() + self.namespace + shapes.encode()).digest()[:16]
 
     def memories(self, segment: Segment, extent_bytes: int) -> Sequence[BlockSlots]:

@@ -227,7 +227,9 @@ class EngineEndpoint:
             raise Malformed("a Hello message on a connection that has sent Map")
         if not self._may_come(client, hello):
             return
-        shapes = tuple(BlockShape(group.block_size, group.forgets, group.block_bytes) for group in hello.groups)
+        shapes = tuple(
+            BlockShape(group.block_size, group.forgets, group.block_bytes, group.keeps_states) for group in hello.groups
+        )
         try:
             feed = self._feed(BlockLayout(hello.namespace, hello.model, shapes))
         except LayoutRefused as error:

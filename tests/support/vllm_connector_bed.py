@@ -156,7 +156,8 @@ class ConnectorBed:
             for i, group in enumerate(groups)
         ]
         shapes = [
-            BlockShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in self.layouts
+            BlockShape(each.attention.block_size, each.attention.forgets, each.block_bytes, each.attention.keeps_states)
+            for each in self.layouts
         ]
         self.sidecar = SidecarBed(shapes, num_bytes, num_bytes // 8, store, self.clock, _inline_lanes)
         self._shapes = [GroupShape(*shape) for shape in shapes]

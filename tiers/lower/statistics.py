@@ -97,8 +97,7 @@ class TierStatistics:
     num_dirty: int = 0  # blocks that have yet to be copied to a lower tier
     leased_bytes: int = 0  # bytes of the leased slots
     eviction_ages: HistogramStatistics = NO_AGES  # seconds since the last use of evicted blocks, from a sample
-    # Part of *num_blocks*: recurrent states. 0 in a sidecar, which does not know what its blocks are.
-    num_states: int = 0
+    num_states: int = 0  # recurrent states; part of *num_blocks*
 
     @property
     def num_evicted(self) -> int:

@@ -25,6 +25,10 @@ class BlockGroup(Protocol):
         If tokens read all blocks, every shorter prefix of a cached prefix can be used too.
         """
 
+    @property
+    def keeps_states(self) -> bool:
+        """True if a block is a recurrent state, not keys and values."""
+
 
 class AttentionGroup(BlockGroup, Protocol):
     """The layers that share one kind of attention and therefore one block table."""
@@ -51,6 +55,7 @@ class FullAttention:
     """Attention in which every token reads all tokens before it."""
 
     forgets: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
     resumes_inside: ClassVar[bool] = True
     block_size: int
 
@@ -66,6 +71,7 @@ class _Windowed:
 
     __slots__ = ()
     forgets: ClassVar[bool] = True
+    keeps_states: ClassVar[bool] = False
     resumes_inside: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
@@ -111,6 +117,7 @@ class ChunkedLocal(_Windowed):
 class RecurrentState(_Windowed):
     """A state space layer, which needs only the state after the last block. States exist only at the ends of blocks."""
 
+    keeps_states: ClassVar[bool] = True
     resumes_inside: ClassVar[bool] = False
     block_size: int
 
@@ -118,9 +125,9 @@ class RecurrentState(_Windowed):
         return max(0, num_tokens - 1) // self.block_size
 
 
-def state_groups(groups: Iterable[object]) -> list[int]:
+def state_groups(groups: Iterable[BlockGroup]) -> list[int]:
     """Return the indices of the groups that keep recurrent states."""
-    return [group_id for group_id, group in enumerate(groups) if isinstance(group, RecurrentState)]
+    return [group_id for group_id, group in enumerate(groups) if group.keeps_states]
 
 
 def alignment(groups: Iterable[AttentionGroup]) -> int:

@@ -46,9 +46,7 @@ IMAGE_WAITING_BYTES = gauge("kvtier_image_waiting_bytes", "Bytes of decoded imag
 
 # Tiers.
 RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier that lookups can find.", "tier")
-RESIDENT_STATES = gauge(
-    "kvtier_resident_states", "Blocks in the tier that are recurrent states; 0 in a sidecar.", "tier"
-)
+RESIDENT_STATES = gauge("kvtier_resident_states", "Blocks in the tier that are recurrent states.", "tier")
 RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier.", "tier")
 CAPACITY_BYTES = gauge("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold.", "tier")
 EVICTED_BLOCKS = counter("kvtier_evicted_blocks", "Blocks evicted from the tier, by cause.", "tier", "cause")

@@ -13,8 +13,10 @@ from engine_bed import EXTENT_BYTES, GROUPS, Bed, Engine, Plain, engine_bed, hel
 
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Chain, GroupShape
+from kvtier.engine.stores.reopening_store import StoreStanding
 from kvtier.sidecar.endpoint import LeaseUse
 from kvtier.sidecar.shares import Shares
+from kvtier.sidecar.statistics import statistics_of
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.named_blocks import number_of, tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -151,6 +153,7 @@ def test_engines_of_other_layouts_never_meet(bed: Bed, engine: Engine) -> None:
         Engine(bed, namespace=bytes(16)),
         Engine(bed, groups=GROUPS[:1]),
         Engine(bed, groups=[GROUPS[0], GroupShape(16, False, 3000)]),
+        Engine(bed, groups=[GROUPS[0], GroupShape(16, True, 3000, keeps_states=True)]),
     ]
 
     for other in others:
@@ -880,3 +883,25 @@ def test_an_empty_fetch_is_answered(bed: Bed, engine: Engine) -> None:
 
     assert engine.next(wire.Fetched) == wire.Fetched(number, b"", b"", b"", b"", [])
     assert np.count_nonzero(bed.segment.memory) == 0
+
+
+def test_the_sidecar_and_its_engines_know_how_many_blocks_are_states(tmp_path: Path) -> None:
+    store = MemoryStore(1 << 20)
+    with engine_bed(tmp_path, num_extents=2, store=store) as bed:
+        bed.layouts.shares = Shares(lambda: 1 << 40, bed.layouts.ledger)
+        engine = Engine(bed, groups=[GROUPS[0], GroupShape(16, True, 3000, keeps_states=True)])
+        engine.store(1, 5)
+        engine.store(2, 20, group=1)
+        engine.store(3, 20, group=1)
+        bed.pass_time(1.0)
+        engine.hear()
+        told = [message for message in engine.told if isinstance(message, wire.TiersState)][-1]
+        standing = StoreStanding(tmp_path, None)
+        pins = bed.sidecar.statistics().pins
+        found = statistics_of(bed.layouts, bed.segment, bed.transfers, (standing, store.statistics()), (), pins)
+
+        num_states = {Tier.HOST: len(engine.host[1]), Tier.DISK: len(engine.disk[1])}
+        assert min(num_states.values()) > 0
+        for tiers in (told.tiers, found.tiers):
+            assert {tier: tiers[tier].num_states for tier in num_states} == num_states
+        engine.close()

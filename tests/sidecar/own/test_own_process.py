@@ -68,7 +68,8 @@ def test_http_tells_of_engines_and_what_they_lease(attached: Attached) -> None:
     (layout,) = attached.get("/v1/kvtier/stats").json()["layouts"]
 
     assert client["layout"]["model"] == "a-model"
-    assert client["layout"]["groups"][1] == {"block_size": 16, "forgets": True, "block_bytes": 3000}
+    group = {"block_size": 16, "forgets": True, "block_bytes": 3000, "keeps_states": False}
+    assert client["layout"]["groups"][1] == group
     assert client["leased_chunks"] == 3
     assert (lease["use"], lease["group"], lease["num_chunks"]) == ("written", 0, 3)
     assert (layout["chunk_bytes"], layout["leased_chunks"]) == (7096, 3)
