@@ -18,6 +18,8 @@ from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.images.engine_images import Images
 from kvtier.engine.images.open_images import open_images
+from kvtier.engine.images.row_store import RowStore
+from kvtier.engine.images.sidecar_rows import SidecarRows
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
 from kvtier.engine.model.gpu_share import device_capacity
@@ -161,6 +163,8 @@ def build_core(
         if request_log is not None:
             undo.callback(request_log.close)
         step_times = StepTimes(planner.prefill, config.device.block_size)
+        images = _images(config, runner, tokenizer, image_processor, store, lower, namespace)
+        undo.callback(images.close)
         core = EngineCore(
             tokenizer,
             config,
@@ -181,7 +185,7 @@ def build_core(
                 sidecar,
                 remote,
                 sampling_defaults,
-                _images(config, runner, tokenizer, image_processor, store, lower, namespace),
+                images,
             ),
         )
         undo.pop_all()
@@ -270,9 +274,19 @@ def _images(
     lower: LowerTiers,
     namespace: Namespace,
 ) -> Images:
-    row_store = store if namespace.kv_quantization == "none" else None  # a lossy codec would round the rows
-    records = lower.other_records if isinstance(lower, LocalTiers) else None
-    return open_images(runner, tokenizer, processor, config.images, row_store, records, namespace.digest)
+    def open_rows(row_bytes: int) -> RowStore | SidecarRows | None:
+        if config.sidecar_path is not None:
+            model = f"{_name_of(runner.model)} (images)"[-MAX_NAME_CHARACTERS:]
+            rows = SidecarRows(config.sidecar_path, _program(), model, namespace.digest, row_bytes)
+            if isinstance(lower, SidecarTiers) and lower.is_attached:
+                rows.wait_told(INDEX_WAIT_S)
+            return rows
+        is_exact = namespace.kv_quantization == "none"  # a lossy codec would round the rows
+        if store is None or not is_exact or not isinstance(lower, LocalTiers):
+            return None
+        return RowStore(store, lower.other_records, namespace.digest)
+
+    return open_images(runner, tokenizer, processor, config.images, open_rows)
 
 
 def _open_remote(config: Config, finished: Finished, namespace: Namespace, undo: ExitStack) -> OpenRemote | None:
@@ -298,7 +312,7 @@ def _attach(
         GroupShape(group.block_size, group.forgets, memory.block_bytes, group.keeps_states)
         for group, memory in zip(runner.groups, memories, strict=True)
     ]
-    hello = Hello(VERSION, f"kvtier {version('kvtier')}", _name_of(runner.model), namespace.digest, shapes)
+    hello = Hello(VERSION, _program(), _name_of(runner.model), namespace.digest, shapes)
     attachment = Attachment(path, hello, memories)
     attachment.wait_tried(ATTACH_WAIT_S)
     if why := attachment.why_refused:
@@ -311,6 +325,11 @@ def _attach(
         return [Traced(span.header, packed(places)) for span, places in found.items()]
 
     return SidecarTiers(attachment, runner.groups, memories, transfers, answers, events=events, find_traced=find_traced)
+
+
+def _program() -> str:
+    """Return the program's name and version for the sidecar's list of attached engines."""
+    return f"kvtier {version('kvtier')}"
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -363,7 +363,8 @@ class ImagesConfig(Table, frozen=True, kw_only=True):
         max_per_prompt: Maximum number of images of a prompt.
         max_pixels: Maximum number of pixels of an image. It is checked before the image is decoded.
         cache: Bytes of host memory for the encoder's results, so that an image is encoded once.
-        disk: Whether the encoder's results are also stored in the store of [disk], within its capacity.
+        disk: Whether the encoder's results are also stored in the store of [disk], within its capacity, or in the tiers
+            of the sidecar.
         waiting: Bytes of decoded images that may wait in the engine. Further requests with images are refused.
         url_hosts: Hosts from which `kvtier serve` fetches images at https URLs. By default it fetches none. `*.example`
             allows every name below example, `*` any name. Hosts with addresses that are not public are never reached.

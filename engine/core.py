@@ -459,6 +459,7 @@ class EngineCore:
             if self._remote is not None:
                 ends.callback(self._remote.close)
             ends.callback(self._close_tiers)
+            ends.callback(self.images.close)
             ends.callback(self.runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)

@@ -16,6 +16,7 @@ from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.prompt_images import PromptImages
 from kvtier.engine.images.row_cache import RowCache
 from kvtier.engine.images.row_store import RowStore
+from kvtier.engine.images.sidecar_rows import SidecarRows
 from kvtier.engine.model.image_rows import ImageRows
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.tiers.naming.named_blocks import tenant_of
@@ -30,7 +31,7 @@ class ImageStatistics:
 
     num_encoded: int  # runs of the encoder
     num_from_host: int  # results of the encoder found in host memory
-    num_from_disk: int  # results read from disk
+    num_from_disk: int  # results read from disk or from the sidecar
     encoding_s: float  # time in the encoder
     cached_bytes: int  # of the encoder's results in host memory
     waiting_bytes: int  # of decoded images that are in use or wait
@@ -83,7 +84,10 @@ class Images(Protocol):
         """Evict the encoder's results from host memory and disk."""
 
     def flush(self) -> None:
-        """Wait until the encoder's results that are queued for the disk are written, at most a few seconds."""
+        """Wait until the encoder's results that are queued for a lower tier are written, at most a few seconds."""
+
+    def close(self) -> None:
+        """End what the image part has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,9 @@ class NoImages:
     def flush(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class EngineImages:
     """The images of an engine whose model sees images.
@@ -129,7 +136,7 @@ class EngineImages:
         preparer: ImagePreparer,
         encoder: ImageEncoder,
         cache: RowCache,
-        store: RowStore | None,
+        store: RowStore | SidecarRows | None,
         row_shape: tuple[int, int],
         dtype: torch.dtype,
         adapters_of_encoder: Collection[Lora] = (),
@@ -223,13 +230,17 @@ class EngineImages:
         if self._store is not None:
             self._store.flush()
 
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
     def _fetch(self, image: PreparedImage, cache_salt: str | None) -> None:
-        """Load the image's rows from disk into host memory, if they are there and not in host memory."""
+        """Load the image's rows from disk or sidecar into the cache, if they are there and not in the cache."""
         key = _key(image, cache_salt)
         if self._store is None or self._cache.get(key) is not None:
             return
         depth, width = self._row_shape
-        rows = self._store.read(key, (depth, image.num_rows, width), self._dtype)
+        rows = self._store.read(key, (depth, image.num_rows, width), self._dtype, tenant_of(cache_salt))
         if rows is not None:
             self._cache.put(key, rows)
             with self._lock:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
@@ -15,11 +16,10 @@ from kvtier.engine.images.image import plain_line
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.row_cache import RowCache
 from kvtier.engine.images.row_store import RowStore
+from kvtier.engine.images.sidecar_rows import SidecarRows
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.extras import MissingExtra, require_packages
-from kvtier.store.blob_store import Records
-from kvtier.tiers.lower.other_records import OtherRecords
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def open_images(
     tokenizer: PreTrainedTokenizerBase,
     processor: "BaseImageProcessor | None",
     config: ImagesConfig,
-    store: Records | None,
-    records: OtherRecords | None,
-    namespace: bytes,
+    open_rows: Callable[[int], RowStore | SidecarRows | None],
 ) -> Images:
     """Return the image part of an engine, whose results with an image are compared with the model's own.
 
@@ -53,9 +51,8 @@ def open_images(
         tokenizer: Writes the tokens that stand for an image.
         processor: The model's image processor, or None if it has none.
         config: Limits and sizes.
-        store: Store on disk from which the encoder's results are read, or None.
-        records: Writes them to *store*; None without a store.
-        namespace: Namespace of the model's KV blocks.
+        open_rows: Opens the tier below the engine's memory in which the encoder's results are kept, given the bytes of
+            all rows of one image token. Returns None if there is no such tier.
     """
     if (why := _why_not(runner, tokenizer, processor)) is not None:
         return NoImages(why)
@@ -71,9 +68,8 @@ def open_images(
         return NoImages(why)
     if row_shape is None:
         return NoImages("device.capacity holds fewer tokens than a prompt with a small image; raise it")
-    rows = None
-    if store is not None and records is not None and config.disk:
-        rows = RowStore(store, records, namespace)
+    depth, width = row_shape
+    rows = open_rows(depth * width * model.dtype.itemsize) if config.disk else None
     adapters = _adapters_of_encoder(runner)
     return EngineImages(preparer, encoder, RowCache(config.cache), rows, row_shape, model.dtype, adapters)
 

@@ -11,6 +11,7 @@ import torch
 from kvtier.store.blob_store import Blob, Records
 from kvtier.store.record import NAMESPACE_BYTES, digest
 from kvtier.tiers.lower.other_records import OtherRecords
+from kvtier.tiers.naming.named_blocks import NO_TENANT
 from kvtier.transfer.lane import LaneClosed
 
 log = logging.getLogger(__name__)
@@ -47,14 +48,19 @@ class RowStore:
         """
         self._store = store
         self._records = records
-        self._namespace = hashlib.sha256(b"kvtier image rows 1\0" + namespace).digest()[:NAMESPACE_BYTES]
+        self._namespace = namespace_of_rows(namespace)
         self._waiting: deque[_Write] = deque()
         self._must_clear = False  # before the writes that wait
         self._is_busy = False  # whether a write or deletion is in flight
         self._has_warned = False
 
-    def read(self, key: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the rows under *key*, which have this *shape* and *dtype*; None if they are missing or damaged."""
+    def read(
+        self, key: bytes, shape: tuple[int, int, int], dtype: torch.dtype, tenant: bytes = NO_TENANT
+    ) -> torch.Tensor | None:
+        """Return the rows under *key*, which have this *shape* and *dtype*; None if they are missing or damaged.
+
+        The record has its *tenant* already.
+        """
         rows = torch.empty(shape, dtype=dtype)
         if not rows.numel() or rows.nbytes > MAX_BYTES or self._must_clear:
             return None
@@ -79,6 +85,9 @@ class RowStore:
         self._waiting.clear()
         self._must_clear = True
         self._start_next()
+
+    def close(self) -> None:
+        """Do nothing: the store and the lanes belong to the tiers."""
 
     def flush(self) -> None:
         """Wait until what is queued is done, at most a few seconds."""
@@ -115,6 +124,11 @@ class RowStore:
         if error is not None and not isinstance(error, LaneClosed) and not self._has_warned:
             self._has_warned = True
             log.warning("image rows cannot be %s on disk (%s); images are encoded again instead", what, error)
+
+
+def namespace_of_rows(namespace: bytes) -> bytes:
+    """Return the namespace of the image rows of a model, given the *namespace* of its KV blocks."""
+    return hashlib.sha256(b"kvtier image rows 1\0" + namespace).digest()[:NAMESPACE_BYTES]
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:

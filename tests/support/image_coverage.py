@@ -127,6 +127,7 @@ def _answers(
     with _llm(seen, attached) as llm:
         wait_for(lambda: is_found(llm, prompt, num_unkept))
         ask(llm, Way.SIDECAR, "host", "disk")
+        note_encoded(llm, Way.SIDECAR, 0)
         llm.check()
     below = {
         "host": {"capacity": 6 * prompt_bytes},

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_sidecar import started_sidecar
+from family_coverage import is_attached
 from image_coverage import push_down
 from lora_adapters import save_adapter
 from vision_models import FAMILIES, VisionModel, build_vision, picture, plain_answer
+from waiting import wait_for
 
 from kvtier import LLM, AsyncLLM, ImagePrompt, SamplingParams
 from kvtier.engine.async_engine import StreamChunk
@@ -383,3 +386,27 @@ def test_metrics_tell_how_often_the_encoder_ran(tmp_path: Path) -> None:
     assert found[("kvtier_image_encoder_seconds_total",)] > 0
     assert found[("kvtier_image_cache_bytes",)] > 0
     assert found[("kvtier_image_waiting_bytes",)] == 0
+
+
+def attached_to(folder: Path, socket: str) -> dict[str, Any]:
+    config = tables(folder)
+    return {"device": config["device"], "scheduler": config["scheduler"], "sidecar": f"unix://{socket}"}
+
+
+def test_rows_in_a_sidecar_are_found_by_the_next_engine_and_by_no_other_tenant(tmp_path: Path) -> None:
+    seen = build_vision("qwen3_vl")
+    before, after = (ImagePrompt(f"{word} {seen.in_prompt}.", [picture(5, *SIZE)]) for word in ("One", "Two"))
+    config = attached_to(tmp_path, str(tmp_path / "own.sock"))
+    with started_sidecar(tmp_path, str(tmp_path / "own.sock")):
+        with llm_of(seen, config) as llm:
+            wait_for(lambda: is_attached(llm))
+            llm.generate(before, GREEDY)
+        with llm_of(seen, config) as llm:
+            done = llm.generate(after, GREEDY)[0]
+            own = llm.statistics().images
+            llm.generate(after, GREEDY, cache_salt="another")
+            other = llm.statistics().images
+
+    assert done.token_ids == plain_answer(seen, after.prompt, after.images, NUM_NEW)
+    assert (own.num_encoded, own.num_from_disk, own.num_from_host) == (0, 1, 1)
+    assert (other.num_encoded, other.num_from_disk) == (1, 1)
