@@ -236,7 +236,7 @@ def _accounts(
 ) -> RequestAccounts:
     block_size = config.device.block_size
     return RequestAccounts(
-        WhatIf(time.monotonic),
+        WhatIf(time.monotonic, state_bytes=runner.layout.states.slot_bytes),
         trails,
         request_log,
         traces,

@@ -588,6 +588,13 @@ BUGS = [
         "tests/engine/test_states.py::test_tokens_whose_state_is_missing_are_recomputed_for_that_reason",
     ),
     Bug(
+        "what-if takes states for blocks of keys and values",
+        "tiers/reuse/what_if.py",
+        "        num_states = 0 if self._state_bytes is None else tier.num_states",
+        "        num_states = 0",
+        "tests/tiers/reuse/test_what_if.py::test_a_tier_with_another_share_of_states_is_not_taken_for_a_compressed_one",
+    ),
+    Bug(
         "a sidecar takes all blocks for keys and values",
         "sidecar/own/endpoint.py",
         "group.block_bytes, group.keeps_states)",

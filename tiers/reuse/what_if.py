@@ -26,7 +26,15 @@ class WhatIf:
     in warmer tiers. Owned by one thread.
     """
 
-    def __init__(self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S) -> None:
+    def __init__(
+        self, clock: Callable[[], float], half_life_s: float = HALF_LIFE_S, *, state_bytes: int | None = None
+    ) -> None:
+        """Create an estimate without prompts.
+
+        *state_bytes* is the size of a recurrent state. States are much larger than blocks of keys and values, and each
+        tier has another share of them. If the size is None, all blocks of a tier count as equally large.
+        """
+        self._state_bytes = state_bytes
         self._distances = ReuseDistances(half_life_s, clock)
         self._seen = Fading(len(_TIERS) + 1, half_life_s, clock)  # tokens by tier, then the total of all prompts
 
@@ -53,7 +61,7 @@ class WhatIf:
         if not num_tokens:
             return {}
         there = [tier for tier in _SIZED if tier in tiers]
-        sizes = [_unlike_above(tiers, tier) + _holds(tiers, tier) * size for tier in there for size in SIZES]
+        sizes = [_unlike_above(tiers, tier) + self._holds(tiers, tier) * size for tier in there for size in SIZES]
         within = self._distances.tokens_within(sizes).reshape(len(there), len(SIZES))
         ratios: dict[Tier, Mapping[float, float]] = {}
         for tier, row in zip(there, within, strict=True):
@@ -69,18 +77,34 @@ class WhatIf:
         """Raise AssertionError if the state is inconsistent."""
         self._distances.check()
 
+    def _holds(self, tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
+        """Return how many bytes of uncompressed blocks fit into the tier. On disk, blocks may be compressed."""
+        own = tiers[tier]
+        if not own.num_bytes:
+            return float(own.capacity_bytes)
+        num_states, num_others = self._states_and_others(own)
+        plain_bytes = num_states * (self._state_bytes or 0) + num_others * self._plain_block_bytes(tiers)
+        return own.capacity_bytes * plain_bytes / own.num_bytes
+
+    def _plain_block_bytes(self, tiers: Mapping[Tier, TierStatistics]) -> float:
+        """Return the mean size of uncompressed blocks that are no states: those of the warmest tier that has any."""
+        for each in _TIERS:
+            if each in tiers and tiers[each].num_bytes:
+                num_states, num_others = self._states_and_others(tiers[each])
+                if num_others:
+                    return (tiers[each].num_bytes - num_states * (self._state_bytes or 0)) / num_others
+        return 0.0
+
+    def _states_and_others(self, tier: TierStatistics) -> tuple[int, int]:
+        """Return the numbers of the tier's states and other blocks. Without a size of states, all count as others."""
+        num_states = 0 if self._state_bytes is None else tier.num_states
+        return num_states, tier.num_blocks - num_states
+
 
 def _unlike_above(tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
     """Return the bytes of the blocks that are only in tiers warmer than *tier*."""
     above = [tiers[each] for each in _TIERS[: _TIERS.index(tier)] if each in tiers]
     return sum(each.num_dirty * _block_bytes(each) for each in above)
-
-
-def _holds(tiers: Mapping[Tier, TierStatistics], tier: Tier) -> float:
-    """Return how many bytes of uncompressed blocks fit into the tier. On disk, blocks may be compressed."""
-    plain = next((num_bytes for each in _TIERS if each in tiers and (num_bytes := _block_bytes(tiers[each]))), 0.0)
-    own = _block_bytes(tiers[tier])
-    return tiers[tier].capacity_bytes * (plain / own if own else 1.0)
 
 
 def _block_bytes(tier: TierStatistics) -> float:

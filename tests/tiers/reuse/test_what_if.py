@@ -78,6 +78,35 @@ def test_at_its_own_size_a_tier_finds_what_it_found() -> None:
     assert {each: ratios[1.0] for each, ratios in found.items()} == {Tier.DEVICE: 0.1, Tier.HOST: 0.4, Tier.DISK: 0.6}
 
 
+@pytest.mark.parametrize("compression", [1, 2])
+def test_a_tier_with_another_share_of_states_is_not_taken_for_a_compressed_one(compression: int) -> None:
+    state_bytes, mixed, plain = (
+        100 * BLOCK_BYTES,
+        WhatIf(lambda: 0.0, state_bytes=100 * BLOCK_BYTES),
+        WhatIf(lambda: 0.0),
+    )
+    for names in chats(1000, 0):
+        for what_if in (mixed, plain):
+            what_if.on_prompt(names, BLOCK_TOKENS, BLOCK_BYTES, TokenBalance(device=10, disk=20, recomputed=70))
+    device_bytes, disk_bytes = 10 * BLOCK_BYTES + 10 * state_bytes, 900 * BLOCK_BYTES + 2 * state_bytes
+    on_disk = disk_bytes // compression
+
+    found = mixed.hit_ratios(
+        {
+            Tier.DEVICE: TierStatistics(20, device_bytes, device_bytes, num_states=10),
+            Tier.DISK: TierStatistics(902, on_disk, on_disk, num_states=2),
+        }
+    )
+
+    assert found == plain.hit_ratios(
+        {
+            Tier.DEVICE: TierStatistics(device_bytes // BLOCK_BYTES, device_bytes, device_bytes),
+            Tier.DISK: TierStatistics(disk_bytes // BLOCK_BYTES, on_disk, on_disk),
+        }
+    )
+    assert found[Tier.DISK][0.5] < found[Tier.DISK][2.0]
+
+
 def test_before_the_first_prompt_there_are_no_ratios() -> None:
     assert WhatIf(lambda: 0.0).hit_ratios({Tier.HOST: tier(100)}) == {}
 
