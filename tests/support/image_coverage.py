@@ -110,8 +110,10 @@ def _answers(
         answers.append((0, _answer(llm, prompt, way, tiers)))
 
     def note_encoded(llm: LLM, way: Way, limit: int) -> None:
-        if (num_encoded := llm.statistics().images.num_encoded) > limit:
-            faults[str(way)] = f"the encoder ran {num_encoded} times, not {limit}"
+        images = llm.statistics().images
+        assert images is not None, "the model sees images"
+        if images.num_encoded > limit:
+            faults[str(way)] = f"the encoder ran {images.num_encoded} times, not {limit}"
 
     device = partial(_device, seed=seen.family)
     attached = {**device("8MiB"), "sidecar": sidecar}

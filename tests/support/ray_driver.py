@@ -16,7 +16,7 @@ import numpy as np
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 os.environ["RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"  # by default ten seconds
 os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "60"  # a busy machine is no reason to go elsewhere
-os.environ["RAY_worker_niceness"] = "0"  # 15 by default: beside other tests a replica takes minutes to start
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (15 by default: beside other tests replicas start in minutes)
 
 import ray
 from ray import serve
