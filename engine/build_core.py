@@ -19,6 +19,7 @@ from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.images.engine_images import Images
 from kvtier.engine.images.open_images import open_images
 from kvtier.engine.images.row_store import RowStore
+from kvtier.engine.images.row_tier import RowTier
 from kvtier.engine.images.sidecar_rows import SidecarRows
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.machine_limits import refuse_more_than_disk, refuse_more_than_memory
@@ -274,7 +275,7 @@ def _images(
     lower: LowerTiers,
     namespace: Namespace,
 ) -> Images:
-    def open_rows(row_bytes: int) -> RowStore | SidecarRows | None:
+    def open_rows(row_bytes: int) -> RowTier | None:
         if config.sidecar_path is not None:
             model = f"{_name_of(runner.model)} (images)"[-MAX_NAME_CHARACTERS:]
             rows = SidecarRows(config.sidecar_path, _program(), model, namespace.digest, row_bytes)

@@ -15,8 +15,7 @@ from kvtier.engine.images.image_prompt import PreparedPrompt
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.prompt_images import PromptImages
 from kvtier.engine.images.row_cache import RowCache
-from kvtier.engine.images.row_store import RowStore
-from kvtier.engine.images.sidecar_rows import SidecarRows
+from kvtier.engine.images.row_tier import RowTier
 from kvtier.engine.model.image_rows import ImageRows
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.tiers.naming.named_blocks import tenant_of
@@ -136,7 +135,7 @@ class EngineImages:
         preparer: ImagePreparer,
         encoder: ImageEncoder,
         cache: RowCache,
-        store: RowStore | SidecarRows | None,
+        store: RowTier | None,
         row_shape: tuple[int, int],
         dtype: torch.dtype,
         adapters_of_encoder: Collection[Lora] = (),

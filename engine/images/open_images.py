@@ -15,8 +15,7 @@ from kvtier.engine.images.families import MROPE_TYPES, TILED_TYPES, TWO_WAY_TYPE
 from kvtier.engine.images.image import plain_line
 from kvtier.engine.images.preparer import ImagePreparer
 from kvtier.engine.images.row_cache import RowCache
-from kvtier.engine.images.row_store import RowStore
-from kvtier.engine.images.sidecar_rows import SidecarRows
+from kvtier.engine.images.row_tier import RowTier
 from kvtier.engine.model.errors import UnsupportedModel
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.extras import MissingExtra, require_packages
@@ -42,7 +41,7 @@ def open_images(
     tokenizer: PreTrainedTokenizerBase,
     processor: "BaseImageProcessor | None",
     config: ImagesConfig,
-    open_rows: Callable[[int], RowStore | SidecarRows | None],
+    open_rows: Callable[[int], RowTier | None],
 ) -> Images:
     """Return the image part of an engine, whose results with an image are compared with the model's own.
 

@@ -34,11 +34,9 @@ class _Write:
 
 
 class RowStore:
-    """Rows of images in the disk tier's store, which verifies every read.
+    """Rows of images in the disk tier's store, which verifies every read. Implements `RowTier`.
 
-    `read` blocks and may be called in any thread, but not in the engine's or on an event loop. All other methods are
-    for the engine's thread. They queue their work, and run one write or deletion at a time. Rows that cannot be read or
-    written are lost, which costs another run of the encoder.
+    One write or deletion runs at a time; the others are queued.
     """
 
     def __init__(self, store: Records, records: OtherRecords, namespace: bytes) -> None:
@@ -57,10 +55,7 @@ class RowStore:
     def read(
         self, key: bytes, shape: tuple[int, int, int], dtype: torch.dtype, tenant: bytes = NO_TENANT
     ) -> torch.Tensor | None:
-        """Return the rows under *key*, which have this *shape* and *dtype*; None if they are missing or damaged.
-
-        The record has its *tenant* already.
-        """
+        """Return the rows under *key*; see `RowTier.read`. The record has its *tenant* already."""
         rows = torch.empty(shape, dtype=dtype)
         if not rows.numel() or rows.nbytes > MAX_BYTES or self._must_clear:
             return None

@@ -77,7 +77,7 @@ class _Write:
 
 
 class SidecarRows:
-    """Rows of images in a sidecar, which evicts, stores and counts them as it does blocks of KV.
+    """Rows of images in a sidecar, which evicts, stores and counts them as it does blocks of KV. Implements `RowTier`.
 
     An image's rows are cut into blocks of `ROWS_PER_BLOCK`, named by the rows' key and the block's number. The bytes of
     each block are compared with its digest when it is read. A thread of this object has a session of its own with the
