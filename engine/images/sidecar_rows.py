@@ -37,9 +37,8 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_BLOCK = 16  # rows of image tokens, as a block of KV has tokens
 MAX_QUEUED = 8  # images whose rows wait to be written; further ones are not written
-READ_S = 5.0  # a read that takes longer is given up, and the image is encoded again
-WRITE_S = 5.0  # a write that gets no slots for this long is given up
-_FLUSH_WAIT_S = 10.0
+PATIENCE_S = 5.0  # a read that takes longer is given up, and the image is encoded again; so is a write without slots
+_CLOSE_WAIT_S = 10.0
 _BUSY_S = 0.01  # pause between two looks at the sidecar while something is read or written
 _IDLE_S = 0.1  # and while nothing is
 
@@ -86,12 +85,16 @@ class SidecarRows:
     Any thread may call the methods. `read` blocks.
     """
 
-    def __init__(self, path: str, program: str, model: str, namespace: bytes, row_bytes: int) -> None:
+    def __init__(
+        self, path: str, program: str, model: str, namespace: bytes, row_bytes: int, patience_s: float = PATIENCE_S
+    ) -> None:
         """Attach to the sidecar at *path*, now or when it starts.
 
         *program* and *model* are names for the sidecar's list of engines. *namespace* is that of the model's KV blocks.
-        *row_bytes* are the bytes of all rows of one image token.
+        *row_bytes* are the bytes of all rows of one image token. A read that takes longer than *patience_s* is given
+        up, as is a write that gets no slots for so long.
         """
+        self._patience_s = patience_s
         block_bytes = ROWS_PER_BLOCK * row_bytes
         group = FullAttention(ROWS_PER_BLOCK)
         finished: Finished = Finished()
@@ -131,7 +134,7 @@ class SidecarRows:
         found: Future[bytes | None] = Future()
         self._asked.put(partial(self._begin_read, names, tenant, found))
         try:
-            raw = found.result(READ_S)
+            raw = found.result(self._patience_s)
         except ReadTimeout:
             return None
         if raw is None:
@@ -164,12 +167,12 @@ class SidecarRows:
         """Wait until what is queued is in the sidecar's host memory, at most a few seconds."""
         done = threading.Event()
         self._asked.put(partial(self._flushed.append, done))
-        done.wait(_FLUSH_WAIT_S)
+        done.wait(2 * self._patience_s)
 
     def close(self) -> None:
         """End the session and the thread. Queued rows are lost."""
         self._is_closing.set()
-        self._thread.join(_FLUSH_WAIT_S)
+        self._thread.join(_CLOSE_WAIT_S)
 
     def _run(self) -> None:
         try:
@@ -258,13 +261,13 @@ class SidecarRows:
         if not self._writes:
             return
         write, now = self._writes[0], time.monotonic()
-        write.give_up_at = write.give_up_at or now + WRITE_S
+        write.give_up_at = write.give_up_at or now + self._patience_s
         if not self._tiers.is_attached or now > write.give_up_at:
             self._writes.popleft()
             self._give_back(write)
             if not self._has_warned:
                 self._has_warned = True
-                why = f"it had no room for {WRITE_S:.0f} s" if self._tiers.is_attached else "it is not attached"
+                why = f"it had no room for {self._patience_s:.0f} s" if self._tiers.is_attached else "it is not attached"
                 log.warning("rows of an image are not kept in the sidecar (%s); the image may be encoded again", why)
             return
         write.slots += self._tiers.reserve(0, len(write.names) - len(write.slots))

@@ -80,25 +80,31 @@ def test_each_question_is_asked_by_one_result() -> None:
     assert sorted(asked) == sorted(there)
 
 
-# Even the quick runs of these take half a minute to a minute.
+# Even the quick runs of these take a quarter of a minute to a minute.
 SLOW = {
     "attached",
     "cache_control",
+    "chosen_keys",
     "decoding",
     "demo_ttft",
     "exactness",
     "hybrid_documents",
     "images",
+    "latent",
+    "load_or_recompute",
     "miss_cost",
     "model_coverage",
     "observability_cardinality",
     "observability_cost",
     "observability_page",
+    "observability_remembering",
     "observability_tokens",
     "owner_thread",
     "prefix_core",
     "remote_faults",
+    "slow_disk",
     "store",
+    "structured_output",
 }
 
 

@@ -10,7 +10,7 @@ from kvtier import KVTierCache
 from kvtier.cli.demo.document import make_document
 from kvtier.engine.model.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 330
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -29,7 +29,7 @@ from kvtier.web.paths import DOCUMENTS, OPERATE, RESPONSES
 
 ANN, TOKEN = "sk-ann-1111", "op-12345678"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-NUM_EXAMPLES = {GenerationMode.POSITIVE: 18, GenerationMode.NEGATIVE: 4}  # of each operation
+NUM_EXAMPLES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 4}  # of each operation
 ENDLESS = "/dashboard/stream"  # a stream that ends when its viewer leaves
 SEED = 7
 # Of these a body has one: structs check that, and a schema cannot say it.

@@ -168,6 +168,7 @@ def test_what_a_server_answers_from_its_device_is_right() -> None:
     assert {row.verdict for row in proof.judgement.rows} == {Verdict.PROVEN}
 
 
+@pytest.mark.slow
 def test_what_it_answers_from_host_memory_is_right_also_where_bits_have_flipped(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_what_it_answers_from_host_memory_is_right_also_where_bits_have_flipped(
     assert damaged.judgement.findings == ()
 
 
+@pytest.mark.slow
 def test_bits_that_flip_in_host_memory_are_found_where_it_is_not_verified(
     tmp_path: Path, model_folder: Path, unverified: None
 ) -> None:
@@ -220,6 +222,7 @@ def test_bits_that_flip_on_disk_are_found_where_it_is_not_verified(
     assert "same prompt" in families(proof)
 
 
+@pytest.mark.slow
 def test_adapters_that_names_leave_out_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = {name: {"path": str(folder)} for name, folder in save_adapters("llama", tmp_path).items()}
     with serving(build("llama"), {**tables(NUM_SLOTS), "lora": lora}) as server:
@@ -238,6 +241,7 @@ def test_adapters_that_names_leave_out_are_found(tmp_path: Path, monkeypatch: py
     assert any("off by" in finding.what for finding in mixed_up.judgement.findings)
 
 
+@pytest.mark.slow
 def test_two_models_of_one_name_are_kept_apart_by_their_weights_and_found_where_they_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 @contextmanager
 def rows_at(socket: str, namespace: bytes = b"n" * 16, width: int = SHAPE[2]) -> Iterator[SidecarRows]:
-    rows = SidecarRows(socket, "a test", "a model (images)", namespace, SHAPE[0] * width * 4)
+    rows = SidecarRows(socket, "a test", "a model (images)", namespace, SHAPE[0] * width * 4, WAIT_S)
     try:
         yield rows
     finally:

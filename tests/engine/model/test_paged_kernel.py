@@ -241,7 +241,7 @@ def logits(model: PreTrainedModel, choice: Choice, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gpt_oss"])
 def test_a_model_answers_the_same_in_place_as_over_gathered_blocks(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_what_replicas_have_in_device_and_in_host_memory_is_known_by_their_event
     assert all(cached(complete(apart, [*each, 3])) >= MIN for each in documents)
 
 
+@pytest.mark.slow
 def test_a_busy_replica_is_avoided(apart: Application) -> None:
     prompt = document(100)
     home = complete(apart, prompt).headers[REPLICA]

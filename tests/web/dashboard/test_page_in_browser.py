@@ -444,7 +444,9 @@ def _fill(running: RunningSidecar) -> None:
     running.endpoint.attached = [AttachedClient("instance <b>7</b>", running.sidecar.now() - 60.0, layout)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow), pytest.param(signal.SIGKILL, id="kill")]
+)
 def test_the_history_survives_a_restart(browser: Browser, tmp_path: Path, number: int) -> None:
     model = tmp_path / "model"
     build("llama").save_pretrained(model)
