@@ -267,7 +267,8 @@ class SidecarRows:
             self._give_back(write)
             if not self._has_warned:
                 self._has_warned = True
-                why = f"it had no room for {self._patience_s:.0f} s" if self._tiers.is_attached else "it is not attached"
+                no_room = f"it had no room for {self._patience_s:.0f} s"
+                why = no_room if self._tiers.is_attached else "it is not attached"
                 log.warning("rows of an image are not kept in the sidecar (%s); the image may be encoded again", why)
             return
         write.slots += self._tiers.reserve(0, len(write.names) - len(write.slots))
