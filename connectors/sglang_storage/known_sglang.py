@@ -41,8 +41,8 @@ def check_side_pool(name: str, pool: Any) -> None:
     """Raise `UnsupportedEngine` if kvtier cannot keep the host pool *name*, which SGLang has beside keys and values."""
     if name.startswith("draft"):
         raise UnsupportedEngine(
-            f'the pool "{name}" of a draft model is not supported, because the namespace of pages contains only the '
-            "digest of the model's own weights; run without speculative decoding or without --hicache-storage-backend"
+            f'the pool "{name}" of a draft model is not supported, because kvtier does not store the pages of draft '
+            "models; run without speculative decoding or without --hicache-storage-backend"
         )
     if name not in SIDE_POOLS:
         raise UnsupportedEngine(
