@@ -31,7 +31,7 @@ _WHY = {
     "behind_a_missed_block": "in a tier, but unusable because an earlier block is missing",
     "evicted_long_ago": "seen, but evicted too long ago for the cause to be known",
     "never_seen": "never seen",
-    "not_kept": "computed before, but no state or window from which to resume was kept",
+    "not_kept": "computed before, but kvtier kept no state or window for resuming there",
     "capacity": "found, but the tier above had no free slot for it",
     "corrupt": "found, but its bytes differed from those stored",
     "failed": "found, but the copy failed",

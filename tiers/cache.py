@@ -23,7 +23,7 @@ from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, name_block_size, state_groups
+from kvtier.tiers.naming.groups import AttentionGroup, name_block_size, state_groups
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pins
@@ -259,7 +259,7 @@ class TieredCache:
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
             block_id = num_computed // group.block_size - 1
-            if not isinstance(group.attention, RecurrentState) or not 0 <= block_id < len(table):
+            if not group.attention.keeps_states or not 0 <= block_id < len(table):
                 continue
             if (slot := table[block_id]) != NO_SLOT and group.pool.name(slot) is None:
                 self.residency.commit_run(group, table, chain, block_id, np.array([slot], np.intp))
@@ -449,7 +449,7 @@ class TieredCache:
 
 def _leased_before(table: Table, attention: AttentionGroup, num_tokens: int) -> list[int]:
     """Return the blocks with a slot to release after *num_tokens* tokens, the last ones first; see `forget_read`."""
-    if not isinstance(attention, RecurrentState):
+    if not attention.keeps_states:
         end = min(attention.first_needed(num_tokens), len(table))
         return list(takewhile(lambda block_id: table[block_id] != NO_SLOT, range(end - 1, -1, -1)))
     end = min(num_tokens // attention.block_size - 1, len(table))

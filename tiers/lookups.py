@@ -9,7 +9,6 @@ from kvtier.tiers.lower.lower_tiers import NOTHING_TO_ASK, AllOf, Inquiry
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import (
     AttentionGroup,
-    RecurrentState,
     alignment,
     longest_hit,
     longest_single,
@@ -43,7 +42,7 @@ class Lookups:
         """Create lookups in *residency*, which knows where each block is.
 
         *planner* decides whether querying a slow tier is worth its time (None: always). *computed* is the record of
-        computed prefixes, or None if a group keeps all blocks.
+        computed prefixes. It is None if a group keeps all blocks, or if all blocks get a name.
         """
         self._attentions = tuple(attentions)
         self._residency = residency
@@ -126,7 +125,7 @@ class Lookups:
         are kept at few places, count only if the model has no keys and values.
         """
         result: list[Tier | None] = []
-        groups = [group for group in self._groups if not isinstance(group.attention, RecurrentState)] or self._groups
+        groups = [group for group in self._groups if not group.attention.keeps_states] or self._groups
         for place in range(len(chain.names)):
             found = []
             for group in groups:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.engine.attached.attachment import Attachment
+from kvtier.engine.attached.mapped_slots import MappedSlots
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.store.record import digest
@@ -25,27 +26,6 @@ from kvtier.transfer.transfer_engine import TransferEngine
 BLOCK_TOKENS = 16
 GROUPS = [FullAttention(BLOCK_TOKENS)]
 ATTACH_S = 60.0
-
-
-class MappedSlots:
-    """See `AttachableMemory`: the host slots alone."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.blocks = np.empty((0, block_bytes), np.uint8)  # [slot, block_bytes]
-        self._slab: HostSlab | None = None
-
-    def prepare(self, file: int, num_bytes: int) -> HostSlab:
-        return HostSlab(num_bytes // self.block_bytes, self.block_bytes, file=file)
-
-    def attach(self, prepared: HostSlab) -> None:
-        self._slab, self.blocks = prepared, prepared.blocks
-
-    def detach(self) -> None:
-        self.blocks = np.empty((0, self.block_bytes), np.uint8)
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
 
 
 class Client:

@@ -1,8 +1,8 @@
-"""How much faster is decoding if a layer reads only the keys that it chooses (DSA), and what does the choice cost?
+"""How much faster does a request decode if a layer reads only the keys that it chooses (DSA)?
 
 The model is one layer with the attention of DeepSeek V3.2 (128 heads, 512 latents, 64 index heads), random weights, in
-float32. A request has 8,192 tokens, of which the layer chooses 2,048. The baseline reads all keys, after the same
-choice. The two ways take turns.
+float32. A request has 8,192 tokens, of which the layer chooses 2,048. The baseline chooses in the same
+way, but all keys, and reads them all. The two ways take turns.
 """
 
 import random
@@ -32,8 +32,8 @@ def one_layer() -> DeepseekV32ForCausalLM:
     return model.eval()
 
 
-def decode_seconds(num_tokens: int, num_chosen: int, num_rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of decode steps that read chosen keys and all keys, and of the choice in each of the first."""
+def decode_seconds(num_tokens: int, num_chosen: int, num_rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of decode steps that read *num_chosen* keys, and of those that read all keys."""
     model = one_layer()
     paged = PagedModel(model, BLOCK_SIZE, (num_tokens // BLOCK_SIZE + 2) * bytes_per_block(model, BLOCK_SIZE))
     indexer: Any = model.model.layers[0].self_attn.indexer
@@ -47,10 +47,9 @@ def decode_seconds(num_tokens: int, num_chosen: int, num_rounds: int) -> tuple[l
         for limit, seen in seconds.items():
             indexer.index_topk = limit
             seen.append(_seconds(paged, Chunk(prompt[-1:], num_tokens, tables)))
-    choosing = [_seconds_of_choice(indexer, num_tokens) for _ in range(1 + num_rounds)]
     paged.close()
     chosen, whole = seconds.values()
-    return chosen[1:], whole[1:], choosing[1:]
+    return chosen[1:], whole[1:]
 
 
 def _seconds(paged: PagedModel, chunk: Chunk) -> float:
@@ -59,29 +58,18 @@ def _seconds(paged: PagedModel, chunk: Chunk) -> float:
     return time.perf_counter() - began_at
 
 
-@torch.inference_mode()
-def _seconds_of_choice(indexer: Any, num_tokens: int) -> float:
-    """Return the seconds in which scores of *num_tokens* index keys are computed, and the best are chosen."""
-    keys, queries = torch.randn(num_tokens, indexer.head_dim), torch.randn(indexer.n_heads, indexer.head_dim)
-    began_at = time.perf_counter()
-    scores = torch.relu(queries @ keys.T).sum(0)
-    scores.topk(min(NUM_CHOSEN, num_tokens))
-    return time.perf_counter() - began_at
-
-
 def main() -> None:
     """Compare the times, and publish the rows."""
     options = arguments(__doc__ or "").parse_args()
     num_tokens = options.effort.of(8192, quick=1024)
     num_chosen = options.effort.of(NUM_CHOSEN, quick=256)
-    chosen, whole, choosing = decode_seconds(num_tokens, num_chosen, options.effort.of(9, quick=3))
+    chosen, whole = decode_seconds(num_tokens, num_chosen, options.effort.of(9, quick=3))
     faster = statistics.median(slow / fast for slow, fast in zip(whole, chosen, strict=True))
     after = f"decode after {num_tokens:,} tokens"
     rows = [
         Row(f"{after}: {num_chosen:,} chosen keys", 1e3 * statistics.median(chosen), "ms"),
         Row(f"{after}: all keys", 1e3 * statistics.median(whole), "ms"),
         Row(f"{after}: chosen keys are faster", faster, "times", varies=True),
-        Row(f"{after}: the choice alone", 1e3 * statistics.median(choosing), "ms"),
     ]
     publish("chosen_keys", rows, options.json)
 

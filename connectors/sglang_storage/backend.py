@@ -138,8 +138,8 @@ class KVTierStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         """Return the prefixes of *keys* whose pages are on disk in every pool, without waiting.
 
-        A prefix needs all pages of keys and values, and of each pool of *pool_transfers* all pages or, for states and
-        windows, the last ones.
+        A prefix needs all of its pages of keys and values. It also needs pages of each pool in *pool_transfers*: only
+        the last ones for states and windows, and all of them otherwise.
         """
         if self._disk is None:
             return PoolTransferResult.empty()

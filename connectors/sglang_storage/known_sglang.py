@@ -58,9 +58,8 @@ def pages_in_place(name: str, pool: Any) -> PageRuns:
         return PageRuns(pool)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedEngine(
-            f'SGLang does not reveal where the pages of its pool "{name}" lie in memory, because: {error} '
-            "With --hicache-mem-layout page_first, it does for most models; otherwise run this model without "
-            "--hicache-storage-backend"
+            f'the pool "{name}" is not supported, because SGLang does not reveal where its pages lie ({error}); '
+            "start SGLang with --hicache-mem-layout page_first, or without --hicache-storage-backend"
         ) from None
 
 

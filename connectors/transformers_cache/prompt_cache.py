@@ -87,8 +87,8 @@ class PromptCache(DynamicCache):
     because `KVTierCache.prompt` computes most of such a prompt itself. Use the cache only in the `with` block.
 
     If no layer keeps keys and values, nothing in the cache shows how many tokens it has. Then `advance_to` must be
-    called after each pass. `generate` asks a cache for its length only if some layer is not linear, and gives the model
-    the whole prompt otherwise. So such a cache says that its layers are not linear.
+    called after each pass. Such a cache also reports that its layers are not linear, although they are. If all layers
+    were reported as linear, `generate` would not ask for the cache's length, and would compute the whole prompt.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -282,7 +282,5 @@ def _kept(layer: DynamicLayer, start: int, end: int) -> KeysAndValues:
         return layer.kept(start, end)
     assert layer.keys is not None
     assert layer.values is not None
-    index_keys = (
-        layer.indexer_keys if isinstance(layer, DynamicIndexedLayer) else None
-    )  # None if a layer has no indexer
+    index_keys = layer.indexer_keys if isinstance(layer, DynamicIndexedLayer) else None
     return KeysAndValues(layer.keys[0], layer.values[0], index_keys).cut(start, end)

@@ -6,7 +6,7 @@ import torch
 
 
 class RowTier(Protocol):
-    """Keeps the rows that the encoder computed for images. Rows that are lost cost another run of the encoder.
+    """A tier for the rows that the encoder computed for images. A lost row costs another run of the encoder.
 
     `read` blocks and may be called in any thread, but not in the engine's or on an event loop. All other methods are
     for the engine's thread.
@@ -28,4 +28,4 @@ class RowTier(Protocol):
         """Wait until what is queued is done, at most a few seconds."""
 
     def close(self) -> None:
-        """End what this object has started."""
+        """Stop all threads and sessions that this object has started. Queued rows may be lost."""

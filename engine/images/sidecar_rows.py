@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.engine.attached.attachment import Attachment
+from kvtier.engine.attached.mapped_slots import MappedSlots
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.engine.images.row_store import MAX_BYTES, namespace_of_rows
@@ -29,39 +30,17 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.named_blocks import NamedBlocks, number_of
 from kvtier.tiers.naming.tier import Reason
-from kvtier.transfer.host_slab import HostSlab
 from kvtier.transfer.lane import Finished, ThreadLane
 from kvtier.transfer.transfer_engine import TransferEngine
 
 log = logging.getLogger(__name__)
 
-ROWS_PER_BLOCK = 16  # rows of image tokens, as a block of KV has tokens
+TOKENS_PER_BLOCK = 16  # image tokens whose rows are in a block
 MAX_QUEUED = 8  # images whose rows wait to be written; further ones are not written
 PATIENCE_S = 5.0  # a read that takes longer is given up, and the image is encoded again; so is a write without slots
 _CLOSE_WAIT_S = 10.0
 _BUSY_S = 0.01  # pause between two looks at the sidecar while something is read or written
 _IDLE_S = 0.1  # and while nothing is
-
-
-class _Slots:
-    """The sidecar's host slots; implements `AttachableMemory`."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.blocks: npt.NDArray[np.uint8] = np.empty((0, block_bytes), np.uint8)  # [slot, block_bytes]
-        self._slab: HostSlab | None = None
-
-    def prepare(self, file: int, num_bytes: int) -> HostSlab:
-        return HostSlab(num_bytes // self.block_bytes, self.block_bytes, file=file)
-
-    def attach(self, prepared: HostSlab) -> None:
-        self._slab, self.blocks = prepared, prepared.blocks
-
-    def detach(self) -> None:
-        self.blocks = np.empty((0, self.block_bytes), np.uint8)
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
 
 
 @dataclass(eq=False, slots=True)
@@ -78,9 +57,9 @@ class _Write:
 class SidecarRows:
     """Rows of images in a sidecar, which evicts, stores and counts them as it does blocks of KV. Implements `RowTier`.
 
-    An image's rows are cut into blocks of `ROWS_PER_BLOCK`, named by the rows' key and the block's number. The bytes of
-    each block are compared with its digest when it is read. A thread of this object has a session of its own with the
-    sidecar. Rows that cannot be read or written are lost, which costs another run of the encoder.
+    An image's rows are cut into blocks of `TOKENS_PER_BLOCK`, named by the rows' key and the block's number. The bytes
+    of each block are compared with its digest when it is read. A thread of this object has a session of its own with
+    the sidecar. Rows that cannot be read or written are lost, which costs another run of the encoder.
 
     Any thread may call the methods. `read` blocks.
     """
@@ -95,12 +74,12 @@ class SidecarRows:
         up, as is a write that gets no slots for so long.
         """
         self._patience_s = patience_s
-        block_bytes = ROWS_PER_BLOCK * row_bytes
-        group = FullAttention(ROWS_PER_BLOCK)
+        block_bytes = TOKENS_PER_BLOCK * row_bytes
+        group = FullAttention(TOKENS_PER_BLOCK)
         finished: Finished = Finished()
-        self._slots = _Slots(block_bytes)
+        self._slots = MappedSlots(block_bytes)
         self._transfers = TransferEngine({}, finished)
-        shapes = [GroupShape(ROWS_PER_BLOCK, False, block_bytes)]
+        shapes = [GroupShape(TOKENS_PER_BLOCK, False, block_bytes)]
         hello = Hello(VERSION, program, model, namespace_of_rows(namespace), shapes)
         self._attachment: Attachment[Any] = Attachment(path, hello, [self._slots])
         self._told = threading.Event()  # when the sidecar has told which rows it has
@@ -118,10 +97,10 @@ class SidecarRows:
         self._thread.start()
 
     def wait_told(self, timeout_s: float) -> bool:
-        """Wait until the sidecar has told which rows it has. Return False if that takes longer, or if it refuses."""
+        """Wait until the sidecar has reported its rows. Return False after *timeout_s*, or if it refuses the engine."""
         self._attachment.wait_tried(timeout_s)
         if why := self._attachment.why_refused:
-            log.warning("rows of images are not kept in the sidecar: %s", why)
+            log.warning("the sidecar does not keep the image encoder's results (%s); images may be encoded again", why)
             return False
         return self._told.wait(timeout_s)
 
@@ -146,7 +125,7 @@ class SidecarRows:
     def write(self, key: bytes, rows: torch.Tensor, tenant: bytes) -> None:
         """Queue *rows* to be written, unless they are too large or too many wait. They count for *tenant*.
 
-        Rows that are written while all rows are being evicted are lost.
+        Rows are also dropped if they arrive after `clear` and before it has finished.
         """
         if rows.nbytes > MAX_BYTES or self._must_clear or self._is_closing.is_set():
             return
@@ -204,7 +183,7 @@ class SidecarRows:
         return bool(self._writes or self._published or self._reads or is_clearing)
 
     def _take_asked(self) -> None:
-        """Run what other threads have asked for. Wait a moment, until there is something or the sidecar answers."""
+        """Run the calls that other threads have queued. If there are none, wait briefly for a call or an answer."""
         if self._is_busy:
             self._transfers.poll(_BUSY_S)
         try:
@@ -242,7 +221,8 @@ class SidecarRows:
         damaged = [name for place, name in enumerate(names) if digest(memoryview(copied[place])) != fetch.digest(place)]
         if damaged:
             log.warning(
-                "%d blocks of an image's rows are damaged in the sidecar; the image is encoded again", len(damaged)
+                "%d blocks of an image encoder's result are damaged in the sidecar; the image is encoded again",
+                len(damaged),
             )
             self._tiers.forget(0, damaged)
             return None
@@ -267,9 +247,11 @@ class SidecarRows:
             self._give_back(write)
             if not self._has_warned:
                 self._has_warned = True
-                no_room = f"it had no room for {self._patience_s:.0f} s"
+                no_room = f"no host memory became free within {self._patience_s:g} s"
                 why = no_room if self._tiers.is_attached else "it is not attached"
-                log.warning("rows of an image are not kept in the sidecar (%s); the image may be encoded again", why)
+                log.warning(
+                    "an image encoder's result is not stored in the sidecar (%s); the image may be encoded again", why
+                )
             return
         write.slots += self._tiers.reserve(0, len(write.names) - len(write.slots))
         if len(write.slots) < len(write.names):
@@ -310,7 +292,7 @@ class SidecarRows:
 
 def _names(key: bytes, num_rows: int) -> list[BlockName]:
     """Return the names of the blocks that hold *num_rows* rows under *key*."""
-    num_blocks = -(-num_rows // ROWS_PER_BLOCK)
+    num_blocks = -(-num_rows // TOKENS_PER_BLOCK)
     return [
         BlockName(hashlib.sha256(b"kvtier image rows\0" + key + number.to_bytes(4, "little")).digest())
         for number in range(num_blocks)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState
+from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.up.promotion import NO_SLOT, Table
 
 
@@ -14,7 +14,7 @@ def num_new_slots(group: AttentionGroup, table: Table, num_computed: int, num_to
     overwritten. Otherwise the slot is reused.
     """
     num_blocks = -(-num_tokens // group.block_size) - len(table)
-    if not isinstance(group, RecurrentState):
+    if not group.keeps_states:
         return num_blocks
     return int(num_blocks > 0 and num_computed % group.block_size == 0)
 
@@ -22,7 +22,7 @@ def num_new_slots(group: AttentionGroup, table: Table, num_computed: int, num_to
 def extend_table(group: AttentionGroup, table: Table, new: Sequence[int], num_computed: int, num_tokens: int) -> None:
     """Extend a request's *table* to *num_tokens* tokens, with the slots *new*, as many as `num_new_slots` returned."""
     num_blocks = -(-num_tokens // group.block_size) - len(table)
-    if not isinstance(group, RecurrentState):
+    if not group.keeps_states:
         table.extend(new)
     elif num_blocks > 0:
         if not new:  # the state is in the middle of a block; it moves to the block in which the chunk ends

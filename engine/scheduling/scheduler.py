@@ -19,7 +19,6 @@ from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.groups import RecurrentState
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.layer_gate import LayerGate
@@ -85,7 +84,7 @@ class Scheduler:
         self._max_scored = max_scored
         self._asking: Loading | None = None  # the loading that waits for room, since this step or the previous one
         self._max_running = min(config.max_running, config.token_budget)  # so that every request can decode in a step
-        self._has_states = any(isinstance(group, RecurrentState) for group in cache.groups)
+        self._has_states = any(group.keeps_states for group in cache.groups)
         self._shared_prefill = SharedPrefill(config.prefill_chunk, self._has_states)
         self._demand = SlotDemand(cache, config.prefill_chunk)
         self._num_slots = cache.free_slots()  # all slots, because nothing is leased yet

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState
+from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 MAX_WITHOUT_KV = 1 << 20  # tokens of a request to a model whose states take the same memory for any length
@@ -74,7 +74,7 @@ def max_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) 
 
 def _max_of_group(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
     num_blocks = -(-num_tokens // group.block_size)
-    if isinstance(group, RecurrentState):  # the state at the end of the last full block, and the one after it
+    if group.keeps_states:  # the state at the end of the last full block, and the one after it
         return min(num_blocks, 2)
     return _max_of_window(group, num_tokens, chunk) if group.forgets else num_blocks
 
@@ -109,7 +109,7 @@ def longest_request(
         return all(blocks <= slots for blocks, slots in pairs)
 
     pairs = zip(groups, num_slots, strict=True)
-    sizes = [group.block_size * slots for group, slots in pairs if not isinstance(group, RecurrentState)]
+    sizes = [group.block_size * slots for group, slots in pairs if not group.keeps_states]
     limit = max(sizes, default=MAX_WITHOUT_KV) if model_limit is None else model_limit
     if fits(limit):
         return limit

@@ -60,17 +60,17 @@ def settings(folder: Path) -> dict[str, object]:
 
 
 def indices(pages: list[int], page_size: int = PAGE_SIZE) -> torch.Tensor:
-    """Of all tokens of these pages of a pool."""
+    """Return the indices of all tokens of some pages of a pool."""
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages])
 
 
 def content(pool: Any, pages: list[int]) -> torch.Tensor:
-    """What SGLang itself reads of these pages, as bits: [num_pages, bytes]."""
+    """Return the bytes of pages as SGLang itself reads them: [num_pages, bytes]."""
     return torch.stack([pool.get_data_page(page * pool.page_size).view(torch.uint8).flatten() for page in pages])
 
 
 def stored(pool: PoolName, tokens: list[int] = DOCUMENT, state: int = STATE) -> PoolTransfer:
-    """What a prompt of these tokens leaves in this pool."""
+    """Return the `PoolTransfer` for the pages that a prompt of these tokens stores in a pool."""
     hashes = page_hashes(tokens)
     if pool is MAMBA:
         return written(pool, hashes[-1:], torch.tensor([state]))

@@ -30,7 +30,7 @@ class HostPool:
         ]
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Where the parts of these pages begin, and how long each is."""
+        """Return the addresses and the sizes of the parts of some pages."""
         pages = indices[:: self.page_size].tolist()
         places = [part[page // self.page_size].data_ptr() for page in pages for part in self.parts]
         return places, [part.shape[1] for _ in pages for part in self.parts]

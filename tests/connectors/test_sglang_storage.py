@@ -75,12 +75,12 @@ def attached(folder: Path, pool: Any, *, is_in_place: bool = True, **facts: Any)
 
 
 def indices(pages: list[int]) -> torch.Tensor:
-    """Of all tokens of these pages of the pool."""
+    """Return the indices of all tokens of some pages of the pool."""
     return torch.cat([torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
 
 
 def content(pool: Any, pages: list[int]) -> torch.Tensor:
-    """What SGLang itself reads of these pages, as bits: [num_pages, bytes]."""
+    """Return the bytes of pages as SGLang itself reads them: [num_pages, bytes]."""
     return torch.stack([pool.get_data_page(page * PAGE_SIZE).contiguous().view(torch.uint8) for page in pages])
 
 

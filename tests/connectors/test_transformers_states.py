@@ -54,7 +54,7 @@ def in_passes(model: PreTrainedModel, prompt: torch.Tensor, ends: list[int]) -> 
 
 
 def continued(model: PreTrainedModel, prompt: torch.Tensor, ends: list[int]) -> Answer:
-    """What `generate` answers after passes that end there. It gives the whole prompt to a model with states only."""
+    """Return the answer of `generate` after passes that end at *ends*, with the whole prompt before its new tokens."""
     past, is_cut = in_passes(model, prompt, ends), type(model).__name__.removesuffix("ForCausalLM") in ONLY_STATES
     answer = plain(model, prompt[:, ends[-1] :] if is_cut else prompt, past)
     return Answer(torch.cat([prompt[:, : ends[-1]], answer.token_ids], dim=1), answer.logits) if is_cut else answer

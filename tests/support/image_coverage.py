@@ -1,4 +1,4 @@
-"""One type of model with an image encoder in kvtier's engine: its images are refused, or right from every tier."""
+"""Examines whether kvtier's engine answers rightly about images from every tier, for one type of model."""
 
 import random
 from collections.abc import Mapping

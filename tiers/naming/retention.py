@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
-from kvtier.tiers.naming.groups import AttentionGroup, RecurrentState, alignment
+from kvtier.tiers.naming.groups import AttentionGroup, alignment
 
 # A long prompt usually ends with a question, and the next prompt with the same document differs only in the question.
 # Where the question begins is unknown, but it is rarely longer than this number of tokens.
@@ -72,7 +72,7 @@ class Retention:
 
     @property
     def _has_states(self) -> bool:
-        return any(isinstance(group, RecurrentState) for group in self.groups)
+        return any(group.keeps_states for group in self.groups)
 
     def kept(self, group: AttentionGroup, start_block: int, end_block: int, boundaries: Sequence[int]) -> list[range]:
         """Return which of the group's blocks *start_block* to *end_block* - 1 should be findable by later prompts.

@@ -25,7 +25,7 @@ class Reason(StrEnum):
     EVICTED_FROM_HOST = "evicted_from_host"
     EVICTED_FROM_DISK = "evicted_from_disk"
     EVICTED_FROM_REMOTE = "evicted_from_remote"
-    NOT_KEPT = "not_kept"  # computed before, but no state or window from which to resume was kept
+    NOT_KEPT = "not_kept"  # computed before, but no state or window for resuming there was kept
     CAPACITY = "capacity"  # found, but there were no device slots to promote into
     CORRUPT = "corrupt"  # found, but its bytes differed from the stored ones
     FAILED = "failed"  # found, but the copy failed

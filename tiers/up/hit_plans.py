@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import LowerTiers
-from kvtier.tiers.naming.groups import RecurrentState, alignment
+from kvtier.tiers.naming.groups import alignment
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import GroupTiers
 from kvtier.tiers.up.load_planner import Demand, LoadPlan, LoadPlanner, LoadSpeeds
@@ -109,7 +109,7 @@ class HitPlans:
 
     def _step(self, hit: Hit) -> int:
         """Return by how many tokens the hit may be shortened: if it has recurrent states, only as a whole."""
-        has_states = any(isinstance(group.attention, RecurrentState) for group in self._groups)
+        has_states = any(group.attention.keeps_states for group in self._groups)
         return max(hit.num_tokens, self._alignment) if has_states else self._alignment
 
     @property

@@ -42,7 +42,7 @@ REASON_TEXTS: Mapping[Reason, ReasonText] = {
         "Look at the remote store's own memory limit and eviction policy.",
     ),
     Reason.NOT_KEPT: ReasonText(
-        "The tokens were computed before, but no recurrent state (or window) from which to resume was kept.",
+        "The tokens were computed before, but kvtier kept no recurrent state (or window) for resuming after them.",
         "Nothing, if it happens once for a prefix: a state is kept where two prompts diverge, for the third one. To "
         "keep more states, lower device.retention_tokens, which takes more memory for states.",
     ),

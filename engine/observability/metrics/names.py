@@ -37,7 +37,7 @@ REQUEST_LOG_LINES = counter(
 # Images in prompts.
 IMAGES = counter(
     "kvtier_images",
-    "Images in prompts: runs of the encoder, and results found in host memory, or read from disk or a sidecar.",
+    "Images in prompts: runs of the encoder, and results found in host memory or on disk. A sidecar counts as disk.",
     "source",
 )
 IMAGE_ENCODER_SECONDS = counter("kvtier_image_encoder_seconds", "Seconds that the image encoder ran.")

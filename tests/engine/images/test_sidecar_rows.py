@@ -118,7 +118,7 @@ def test_without_a_sidecar_rows_are_lost_and_nothing_waits(socket: str, caplog: 
         rows.flush()
         assert read(rows) is None
 
-    assert caplog.text.count("rows of an image are not kept in the sidecar (it is not attached)") == 1
+    assert caplog.text.count("an image encoder's result is not stored in the sidecar (it is not attached)") == 1
 
 
 def test_a_sidecar_that_dies_loses_rows_and_is_used_again_when_it_is_back(sidecar: Sidecar, socket: str) -> None:
@@ -145,4 +145,4 @@ def test_rows_too_large_for_the_sidecars_extents_are_refused_with_one_sentence(
         assert not rows.wait_told(WAIT_S)
         assert rows.read(KEY, (3, 50, 30_000), torch.float32, TENANT) is None
 
-    assert "rows of images are not kept in the sidecar: " in caplog.text
+    assert "the sidecar does not keep the image encoder's results (" in caplog.text

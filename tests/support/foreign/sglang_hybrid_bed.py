@@ -82,7 +82,7 @@ def pools_of(kind: str) -> dict[PoolName, Any]:
 
 
 def looked_for(pool: PoolName, num_last: int) -> PoolTransfer:
-    """What SGLang's tree says of a pool before a look-up. *num_last* is 0 for a pool that has all of KV's pages."""
+    """Return the `PoolTransfer` with which SGLang's tree asks for a pool. *num_last* is 0 if a hit needs all pages."""
     if num_last == 0:
         return PoolTransfer(name=pool, indices_from_pool=KV)
     keys = ["__placeholder__"] * num_last
@@ -90,7 +90,7 @@ def looked_for(pool: PoolName, num_last: int) -> PoolTransfer:
 
 
 def written(pool: PoolName, keys: list[str], host_indices: torch.Tensor | None) -> PoolTransfer:
-    """What SGLang's tree says of the last pages of a prompt in a pool, which lie there."""
+    """Return the `PoolTransfer` with which SGLang's tree reads or writes the last pages of a prompt in a pool."""
     return PoolTransfer(pool, host_indices, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
@@ -135,7 +135,7 @@ class HybridController(HybridCacheController):
         return self.prefetch_hit_queue.get(timeout=DEADLINE_S)
 
     def num_hit(self, tokens: Sequence[int], needed: Sequence[PoolTransfer]) -> int:
-        """How many pages SGLang finds that all pools have."""
+        """Return the number of pages that SGLang finds in all pools."""
         return self.looked_up(tokens, needed).storage_hit_count // PAGE_SIZE
 
     def load(

@@ -128,7 +128,7 @@ function images() {
     return [
       ["encoded", count(found.num_encoded)],
       ["encoder's result found in host memory", count(found.num_from_host)],
-      ["encoder's result read from disk", count(found.num_from_disk)],
+      ["encoder's result read from disk or a sidecar", count(found.num_from_disk)],
       ["share found", percent(uses ? (found.num_from_host + found.num_from_disk) / uses : null)],
       ["time in the encoder", seconds(found.encoding_s)],
       ["results in host memory", bytes(found.cached_bytes)],
