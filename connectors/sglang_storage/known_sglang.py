@@ -59,7 +59,7 @@ def pages_in_place(name: str, pool: Any) -> PageRuns:
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedEngine(
             f'the pool "{name}" is not supported, because SGLang does not reveal where its pages lie ({error}); '
-            "start SGLang with --hicache-mem-layout page_first, or without --hicache-storage-backend"
+            "for most models, --hicache-mem-layout page_first helps; otherwise run without --hicache-storage-backend"
         ) from None
 
 

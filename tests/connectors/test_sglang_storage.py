@@ -6,6 +6,7 @@ Runs in the environment with SGLang: `make test-engines`.
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from damaged_files import damage
 
 pytestmark = pytest.mark.engines
 
-if importlib.util.find_spec("sglang") is None:
+if "sglang" not in sys.modules and importlib.util.find_spec("sglang") is None:
     pytest.skip("there is no sglang here: make .venv/sglang/installed", allow_module_level=True)
 
 from foreign.sglang_bed import (  # noqa: E402  # it imports SGLang
